@@ -1,0 +1,1 @@
+"""The device as hardware, and the contract that both sides of the link keep."""

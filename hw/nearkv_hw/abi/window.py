@@ -1,0 +1,115 @@
+"""An aperture's address map: memory below, the command window above.
+
+Host address = aperture * `DeviceConfig.aperture_bytes` + offset. Offsets below `capacity_bytes` are device
+memory (the device address is the offset); the command window starts at offset `capacity_bytes`. Everything
+else is outside.
+"""
+
+from __future__ import annotations
+
+from .bits import Field, Layout
+from .config import DeviceConfig
+from .descriptor import COMPLETION_BYTES, DESCRIPTOR_BYTES
+from .lines import LINE_BITS, LINE_BYTES
+
+WINDOW_BYTES = 1 << 16
+REGISTERS_OFFSET = 0x0000
+DOORBELL_OFFSET = 0x1000
+COMPLETIONS_OFFSET = 0x4000
+DESCRIPTORS_OFFSET = 0x8000
+
+MAGIC = int.from_bytes(b"NEARKV\0\0", "little")
+
+IDENTITY_LINE = 0
+"""Register line of `IDENTITY`."""
+DEVICE_COUNTERS_LINE = 1
+"""Register line of `DEVICE_COUNTERS`."""
+RING_LINE = 3
+"""Register line of `RING`."""
+CHANNEL_COUNTERS_LINE = 16
+"""Register line of channel 0's `CHANNEL_COUNTERS`; channel c is c lines further."""
+
+IDENTITY = Layout(
+    "identity",
+    LINE_BITS,
+    Field("magic", 64, '"NEARKV"'),
+    Field("abi_version", 16, "`ABI_VERSION`"),
+    Field("contract_version", 16, "`CONTRACT_VERSION`"),
+    Field("aperture", 8, "which aperture this window belongs to"),
+    Field("apertures", 8, "apertures of the device"),
+    Field("channels", 8, "device channels"),
+    Field("lanes", 8, "elements that a unit takes per cycle"),
+    Field("queries", 8, "query heads kept per pass"),
+    Field("finish_lanes", 8, "lanes finished per cycle"),
+    Field("ring_slots", 16, "slots of the descriptor and completion rings"),
+    Field("dram", 8, "`Dram`"),
+    Field("placement", 8, "`Placement`"),
+    Field("link", 8, "`Link`"),
+    Field("extent_shift", 8, "log2 of an extent's bytes"),
+    Field("memory_latency_cycles", 16, "read latency of the fixed memory"),
+    Field("clock_mhz", 16, "device clock"),
+    Field("capacity_bytes", 64, "device memory"),
+)
+
+DEVICE_COUNTERS = Layout(
+    "device counters",
+    LINE_BITS,
+    Field("cycles", 64, "device cycles since reset"),
+    Field("link_reads", 64, "M2S Req messages that read a line"),
+    Field("link_writes", 64, "M2S RwD messages"),
+    Field("outside_reads", 64, "reads of no memory and no window, answered MemData-NXM"),
+    Field("outside_writes", 64, "writes of no memory and no window, dropped and completed"),
+    Field("violations", 64, "accesses to an extent that the tenant does not own, host and device side"),
+    Field("jobs", 64, "descriptors completed"),
+    Field("errors", 64, "descriptors completed with a status other than OK, and refused doorbells"),
+)
+
+RING = Layout(
+    "ring state",
+    LINE_BITS,
+    Field("tail", 32, "descriptors posted, as the last doorbell said"),
+    Field("head", 32, "descriptors fetched"),
+    Field("completed", 32, "completion records written"),
+)
+
+CHANNEL_COUNTERS = Layout(
+    "channel counters",
+    LINE_BITS,
+    Field("unit_lines", 64, "K and V lines that the unit took"),
+    Field("unit_busy", 64, "cycles in which the unit had a page to stream or a line under way"),
+    Field("unit_no_data", 64, "busy cycles without a line from memory"),
+    Field("unit_wait", 64, "busy cycles in which a line waited for weights or space"),
+    Field("fabric_reads", 64, "lines read by host, walker and writer"),
+    Field("fabric_writes", 64, "lines written"),
+    Field("conflicts", 64, "cycles in which unit and fabric wanted the channel"),
+    Field("partial_beats", 64, "beats of partial results drained"),
+)
+
+DOORBELL = Layout("doorbell", LINE_BITS, Field("tail", 32, "descriptors posted since reset, modulo 2^32"))
+
+
+def window_base(config: DeviceConfig, aperture: int) -> int:
+    """Host address of an aperture's command window."""
+    if not 0 <= aperture < config.apertures:
+        raise ValueError(f"aperture {aperture}: the device has {config.apertures}")
+    return aperture * config.aperture_bytes + config.capacity_bytes
+
+
+def register_address(config: DeviceConfig, aperture: int, line: int) -> int:
+    """Host address of a register line."""
+    return window_base(config, aperture) + REGISTERS_OFFSET + line * LINE_BYTES
+
+
+def descriptor_address(config: DeviceConfig, aperture: int, index: int) -> int:
+    """Host address of the slot of the `index`-th descriptor since reset."""
+    return window_base(config, aperture) + DESCRIPTORS_OFFSET + index % config.ring_slots * DESCRIPTOR_BYTES
+
+
+def completion_address(config: DeviceConfig, aperture: int, index: int) -> int:
+    """Host address of the completion record of the `index`-th descriptor since reset."""
+    return window_base(config, aperture) + COMPLETIONS_OFFSET + index % config.ring_slots * COMPLETION_BYTES
+
+
+def completion_phase(config: DeviceConfig, index: int) -> int:
+    """The phase bit of a new record of the `index`-th descriptor: 1 on the first lap, then alternating."""
+    return 1 - index // config.ring_slots % 2

@@ -1,0 +1,1 @@
+"""Arithmetic of the contract: decode, binned sums, score, weight, reciprocal, rounding."""

@@ -1,0 +1,1 @@
+"""The attention unit beside a memory channel."""

@@ -1,0 +1,1 @@
+"""Command windows, descriptor fetch, page-table walk and completion."""

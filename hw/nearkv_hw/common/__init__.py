@@ -1,0 +1,1 @@
+"""Small blocks that the others are built from."""

@@ -1,0 +1,1 @@
+"""The CXL endpoint: messages in, messages out."""

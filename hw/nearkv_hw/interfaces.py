@@ -1,0 +1,216 @@
+"""The structs that travel between blocks, and the memory port's signatures.
+
+Addresses are line addresses (byte address / 64). `line` of a fabric request is of the whole device; behind
+the fabric, and for the units, it is of one channel.
+"""
+
+from amaranth.hdl import signed, unsigned
+from amaranth.lib import data, enum, stream
+from amaranth.lib.wiring import In, Out, Signature
+
+from .abi import memory
+from .abi.descriptor import Status
+from .abi.formats import OutputForm
+from .abi.lines import LINE_BITS, LINE_BYTES
+from .abi.numerics import LIMB_BITS, TOP_BITS
+
+LINE_ADDRESS_BITS = 34
+"""Line addresses of a device of at most 1 TiB."""
+TENANT_BITS = 3
+REQUEST_ID_BITS = 16
+PAGE_BITS = 21
+"""Page indices of a context of 2^23 - 1 rows in pages of 4."""
+
+
+class Fault(enum.Enum, shape=2):
+    """What a memory access met."""
+
+    NONE = 0
+    DENIED = 1  # the extent is not the tenant's: no data is returned, nothing is written
+    POISON = 2  # the line is poisoned
+    OUTSIDE = 3  # beyond the memory
+
+
+class ReadRequest(data.Struct):
+    """A unit's read of one line of its own channel."""
+
+    line: LINE_ADDRESS_BITS
+    tenant: TENANT_BITS
+
+
+class ReadResponse(data.Struct):
+    """The answer to a `ReadRequest`; data is zero when there is a fault other than poison."""
+
+    data: LINE_BITS
+    fault: Fault
+
+
+class FabricRequest(data.Struct):
+    """A read or write of one line by the endpoint, the walker or the writer."""
+
+    line: LINE_ADDRESS_BITS
+    tenant: TENANT_BITS
+    id: REQUEST_ID_BITS
+    write: 1
+    poison: 1
+    enable: LINE_BYTES
+    data: LINE_BITS
+
+
+class FabricResponse(data.Struct):
+    """The answer to a `FabricRequest`, reads and writes alike. Answers of one channel keep their order."""
+
+    id: REQUEST_ID_BITS
+    write: 1
+    fault: Fault
+    data: LINE_BITS
+
+
+class OwnerRequest(data.Struct):
+    """Look up the owner of an extent of a channel and, with `claim`, take it if nobody owns it."""
+
+    extent: 20
+    tenant: TENANT_BITS
+    claim: 1
+
+
+class OwnerResponse(data.Struct):
+    """The owner before the request."""
+
+    owned: 1
+    tenant: TENANT_BITS
+
+
+class UnitJob(data.Struct):
+    """One pass of a job, the same for every unit but for `sinks`."""
+
+    tenant: TENANT_BITS
+    queries: 5  # query heads of this pass, 1 to the kept queries
+    head_dim: 10
+    value_dim: 10
+    k_format: 4
+    v_format: 4
+    query_format: 2
+    score_factor: 32
+    sinks: 1  # this unit adds the sinks
+
+
+class QueryLine(data.Struct):
+    """A line of queries, or of sinks, of the pass whose `UnitJob` came last.
+
+    Query lines come in order: query 0's lines, query 1's lines, ...; sinks (one line with the pass's float32
+    values from bit 0 up) come after them, to the unit that adds them and to nobody else.
+    """
+
+    data: LINE_BITS
+    sink: 1
+    last: 1  # last line of the pass
+
+
+class PageItem(data.Struct):
+    """Rows of one page to stream, or the end of the pass."""
+
+    last: 1  # no page: the pass ends here
+    page: PAGE_BITS  # index in the context, for error reports
+    k_line: LINE_ADDRESS_BITS  # channel line of the first K row to stream
+    v_line: LINE_ADDRESS_BITS  # channel line of the first V row to stream
+    rows: 14  # rows to stream, at least 1
+
+
+class State(data.Struct):
+    """A binned sum; with `some` clear it is empty and the rest has no meaning."""
+
+    some: 1
+    top: signed(TOP_BITS)
+    high: signed(LIMB_BITS)
+    low: signed(LIMB_BITS)
+
+
+class LanePartial(data.Struct):
+    """One lane of a partial: the state and the lane's flags (abi.memory.LANE_*)."""
+
+    state: State
+    flags: 3
+
+
+class BeatKind(enum.Enum, shape=2):
+    """What a partial beat holds."""
+
+    DENOMINATOR = 0  # lane 0's state is the denominator; lane 0's flags bit 0 is the query's NaN flag
+    LANES = 1
+    END = 2  # the pass ends: status, page and lines are valid
+
+
+def partial_beat(finish_lanes):
+    """The beat of a unit's partial stream, `finish_lanes` lanes wide.
+
+    A pass is sent as: one DENOMINATOR beat per query; then query 0's lanes in ceil(value_dim / finish_lanes)
+    LANES beats (lanes beyond value_dim have no meaning), query 1's lanes, ...; then one END beat.
+    """
+    return data.StructLayout(
+        {
+            "kind": BeatKind,
+            "lanes": data.ArrayLayout(LanePartial, finish_lanes),
+            "status": unsigned(8),  # Status.OK, POISON or PAGE_DENIED
+            "page": unsigned(PAGE_BITS),  # page at fault
+            "lines": unsigned(32),  # K and V lines streamed
+        }
+    )
+
+
+class ResultJob(data.Struct):
+    """What merge, finish and writer need to know of a pass; one per pass, in the units' order."""
+
+    tenant: TENANT_BITS
+    queries: 5
+    value_dim: 10
+    form: OutputForm
+    line: LINE_ADDRESS_BITS  # device line of the pass's first result
+    fault: 1  # the walker met an error: nothing is written
+
+
+class PassDone(data.Struct):
+    """A pass is over and its results, if any, are in memory."""
+
+    status: Status
+    page: PAGE_BITS
+    lines: 32
+
+
+class UnitMemory(Signature):
+    """A unit's private read port, seen from the unit. Answers come in order and are always taken."""
+
+    def __init__(self):
+        super().__init__(
+            {
+                "request": Out(stream.Signature(ReadRequest)),
+                "response": In(stream.Signature(ReadResponse, always_ready=True)),
+            }
+        )
+
+
+class FabricPort(Signature):
+    """A port into the fabric, seen from the block that asks."""
+
+    def __init__(self):
+        super().__init__(
+            {
+                "request": Out(stream.Signature(FabricRequest)),
+                "response": In(stream.Signature(FabricResponse)),
+            }
+        )
+
+
+class OwnerPort(Signature):
+    """A port to a channel's owner table, seen from the block that asks."""
+
+    def __init__(self):
+        super().__init__(
+            {
+                "request": Out(stream.Signature(OwnerRequest)),
+                "response": In(stream.Signature(OwnerResponse)),
+            }
+        )
+
+
+assert memory.LANE_NEGATIVE_INFINITY < 8

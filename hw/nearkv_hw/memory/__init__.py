@@ -1,0 +1,1 @@
+"""Memory channels, the store behind them, ownership and the fabric."""

@@ -1,0 +1,1 @@
+"""What happens to partial results: merge over channels, finish, write-back."""

@@ -1,0 +1,108 @@
+"""The seam between the driver and a running device: programs of host memory accesses.
+
+A host reaches a device only through CXL.mem reads and writes of lines. A *program* is a list of such accesses
+that runs as one call, so that Python is never in the per-cycle loop. Every way to run the device (`rtl`,
+`cocotb`, `model`, a served one) implements `Port`; the driver knows nothing else of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from nearkv_hw.abi import DeviceConfig
+
+Lines = npt.NDArray[np.uint8]
+"""Lines of data, shape [n, 64]."""
+Addresses = npt.NDArray[np.uint64]
+"""Host byte addresses of lines, shape [n], multiples of 64."""
+
+
+class Access(IntEnum):
+    """How a read of a line was answered."""
+
+    DATA = 0
+    OUTSIDE = 1
+    """MemData-NXM: no memory there, or none that the aperture may see."""
+    POISON = 2
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write lines; with `enables` (uint64 [n], one bit per byte) only the enabled bytes (MemWrPtl).
+
+    Writes and reads between two fences may be carried out in any order.
+    """
+
+    addresses: Addresses
+    data: Lines
+    enables: npt.NDArray[np.uint64] | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read lines; the program's result has a `ReadResult` for each of these, in order."""
+
+    addresses: Addresses
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Everything before completes before anything after is sent."""
+
+
+@dataclass(frozen=True)
+class Poll:
+    """Read the line at `address` until its lowest 8 bytes, masked, equal `value`. Fences before and after."""
+
+    address: int
+    mask: int
+    value: int
+    timeout_cycles: int = 50_000_000
+
+
+Operation = Write | Read | Fence | Poll
+Program = Sequence[Operation]
+
+
+@dataclass(frozen=True)
+class ReadResult:
+    """What a `Read` brought: data [n, 64] (zero where there was none) and `Access` [n] as uint8."""
+
+    data: Lines
+    access: npt.NDArray[np.uint8]
+
+
+class DeviceTimeout(Exception):
+    """A `Poll` saw no matching line in time: the device hangs, or was given no work."""
+
+
+class Port(Protocol):
+    """A device as a host sees it.
+
+    Members
+    -------
+    config : what the device is made of.
+    kind : "rtl", "cocotb", "model", ...
+    """
+
+    config: DeviceConfig
+    kind: str
+
+    def run(self, program: Program) -> list[ReadResult]:
+        """Carry out a program; DeviceTimeout when a poll ends in vain, ValueError for a misaligned line."""
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes of lines that crossed the link, both directions, polling included."""
+
+    def start_wave(self, path: Path) -> None:
+        """Record an FST of everything from here on; RuntimeError where the device has no traces."""
+
+    def close(self) -> None:
+        """End the device; its memory is lost. A second call does nothing."""
