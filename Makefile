@@ -48,7 +48,7 @@ format: $(STAMP)  ## Format the code
 	$(BIN)/ruff check --fix .
 
 gpu-check:  ## The contract on CPU against CUDA; needs python3, numpy and torch only
-	$(PYTHON) driver/nearkv/gpu_check.py
+	$(PYTHON) tools/gpu_check.py
 
 docs: $(STAMP)  ## Build the documentation site; warnings are errors
 	$(BIN)/mkdocs build --strict

@@ -1,0 +1,244 @@
+"""Cases for everything that implements the numerics contract: the contract's vectors, and random ones.
+
+A case is the arguments of one `nearkv.reference.decode_attention` call, as tensors of codes or values.
+"""
+
+import json
+import os
+import random
+import secrets
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from nearkv_hw.abi.formats import ELEMENT_FORMATS, QUERY_FORMATS, SCALE_BLOCKS, SCALE_FORMATS
+
+VECTORS = Path(__file__).parent / "data" / "contract.json"
+VALUE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SEED_VARIABLE = "NEARKV_TEST_SEED"
+
+
+@dataclass
+class Case:
+    """The arguments of a call; `options` are keywords that shape the partial, `v_scale` only the result."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    options: dict
+    v_scale: torch.Tensor | None = None
+    name: str = ""
+
+    def to(self, device):
+        """The same case on another device."""
+
+        def move(x):
+            return x.to(device) if isinstance(x, torch.Tensor) else x
+
+        options = {name: move(option) for name, option in self.options.items()}
+        return Case(move(self.q), move(self.k), move(self.v), options, move(self.v_scale), self.name)
+
+    def partial(self):
+        """The reference's partial result."""
+        from nearkv.reference import decode_attention
+
+        return decode_attention(self.q, self.k, self.v, partial=True, **self.options)
+
+    def describe(self):
+        """One line for a report of a failure."""
+        shapes = f"q {tuple(self.q.shape)} {self.q.dtype} k {tuple(self.k.shape)} v {tuple(self.v.shape)}"
+        options = {n: tuple(x.shape) if isinstance(x, torch.Tensor) else x for n, x in self.options.items()}
+        return f"{self.name} {shapes} {options} v_scale {self.v_scale}"
+
+
+@dataclass
+class Vector:
+    """One of the contract's vectors: a case of one query, and what must come out."""
+
+    case: Case
+    denominator: list
+    numerators: list
+    query_nan: bool
+    outputs: dict
+
+
+@dataclass
+class Sizes:
+    """The largest sizes that a random case may have."""
+
+    batch: int = 2
+    query_rows: int = 2
+    kv_heads: int = 2
+    group: int = 3
+    rows: int = 9
+    dim: int = 20
+    dims: tuple = field(default=())
+    """When given, head and value dims are among these."""
+
+
+def seed_of_run():
+    """A fresh seed, or the one that the environment asks for; printed, so that a failure can be repeated."""
+    seed = int(os.environ.get(SEED_VARIABLE) or secrets.randbits(32))
+    print(f"{SEED_VARIABLE}={seed}")
+    return seed
+
+
+def code_tensor(codes, form):
+    """Codes as the tensor that the format is stored in."""
+    storage = torch.int16 if form.bits == 16 else torch.uint8
+    return torch.tensor(codes, dtype=torch.int64).to(storage)
+
+
+def result_codes(tensor):
+    """The bits of a finished result as Python integers, in one flat list."""
+    bits = tensor.element_size() * 8
+    storage = torch.int32 if bits == 32 else torch.int16
+    return [code % (1 << bits) for code in tensor.contiguous().view(storage).flatten().tolist()]
+
+
+def vectors():
+    """The contract's vectors."""
+    return [_vector(entry) for entry in json.loads(VECTORS.read_text())]
+
+
+def _vector(entry):
+    rows, value_dim = len(entry["k"]), len(entry["v"][0]) if entry["v"] else 1
+    k_form, v_form = ELEMENT_FORMATS[entry["k_format"]], ELEMENT_FORMATS[entry["v_format"]]
+    q = code_tensor(entry["q"], QUERY_FORMATS[entry["q_format"]]).view(VALUE_TYPES[entry["q_format"]])
+    options = {"scale": entry["scale"], "k_format": k_form.name, "v_format": v_form.name}
+    for name in ("k_scales", "v_scales"):
+        if entry[name] is not None:
+            codes = code_tensor(entry[name], SCALE_FORMATS[entry["scale_format"]])
+            options |= {name: codes.reshape(1, rows, 1, -1), "scale_format": entry["scale_format"]}
+            options["scale_block"] = entry["block"]
+    if entry["visible"] is not None:
+        options["visible"] = torch.tensor([entry["visible"]], dtype=torch.bool)
+    if entry["sink"] is not None:
+        options["sinks"] = torch.tensor([float(entry["sink"])])
+    case = Case(
+        q.reshape(1, 1, -1),
+        code_tensor(entry["k"], k_form).reshape(1, rows, 1, q.numel()),
+        code_tensor(entry["v"], v_form).reshape(1, rows, 1, value_dim),
+        options,
+        None if entry["out_scale"] is None else torch.tensor([entry["out_scale"]]),
+        entry["name"],
+    )
+    return Vector(case, entry["denominator"], entry["numerators"], entry["query_nan"], entry["out"])
+
+
+REGIMES = ("near one", "window", "anything", "tiny", "huge", "few values")
+"""Where the exponents of a tensor's floating codes lie."""
+
+
+def random_codes(form, shape, regime, generator):
+    """Random codes of numbers of a format; no NaN and no infinity."""
+
+    def draw(low, high):
+        return torch.randint(low, high, shape, generator=generator)
+
+    if form.integer or form.bits < 16:
+        codes = draw(0, 1 << form.bits)
+        if regime == "few values":
+            codes = codes & (1 << form.bits - 1 | 1)
+        return codes.masked_fill(torch.isin(codes, special_codes(form)), 0).to(torch.uint8)
+    top = (1 << form.exponent_bits) - 1  # infinities and NaN start here
+    middle = top // 2
+    low, high = {
+        "near one": (middle - 3, middle + 3),
+        "window": (middle // 2, middle // 2 + 12),
+        "anything": (0, top),
+        "tiny": (0, 2),
+        "huge": (top - 3, top),
+        "few values": (middle, middle + 1),
+    }[regime]
+    fraction = draw(0, 1 << form.fraction_bits)
+    if regime == "few values":
+        fraction = fraction & (1 << form.fraction_bits - 1)
+    codes = draw(0, 2) << (form.bits - 1) | draw(low, min(high, top)) << form.fraction_bits | fraction
+    # Some exact zeros of both signs, which no exponent field alone gives often enough.
+    codes = torch.where(draw(0, 16) == 0, codes & (1 << form.bits - 1), codes)
+    return codes.to(torch.int16)
+
+
+@lru_cache
+def special_codes(form):
+    """The codes of a format that are NaN or infinite."""
+    return torch.tensor([code for code in range(1 << form.bits) if form.decode(code).special is not None])
+
+
+def sprinkle(codes, form, chance, generator):
+    """Put NaN and infinities of a format, where it has any, into some places of a tensor of codes."""
+    kinds = special_codes(form)
+    if not chance or not len(kinds):
+        return codes
+    pick = kinds[torch.randint(0, len(kinds), codes.shape, generator=generator)]
+    hit = torch.rand(codes.shape, generator=generator) < chance
+    return torch.where(hit, pick, codes.to(torch.int64)).to(codes.dtype)
+
+
+def random_case(rng, largest=None):
+    """A random case: any format, scale, special, mask, sink and shape that the contract knows.
+
+    `rng` is a `random.Random`; Hypothesis's own works too and then shrinks shapes and choices.
+    """
+    largest = largest or Sizes()
+    batch, kv_heads, group = (rng.randint(1, n) for n in (largest.batch, largest.kv_heads, largest.group))
+    rows, query_rows = rng.randint(0, largest.rows), rng.randint(1, largest.query_rows)
+    head_dim, value_dim = (
+        rng.choice(largest.dims) if largest.dims else rng.randint(1, largest.dim) for _ in range(2)
+    )
+    q_form = QUERY_FORMATS[rng.choice(sorted(QUERY_FORMATS))]
+    k_form, v_form = (ELEMENT_FORMATS[rng.choice(sorted(ELEMENT_FORMATS))] for _ in range(2))
+    regimes = [rng.choice(REGIMES) for _ in range(3)]
+    specials = rng.choice((0, 0, 0.002, 0.05))
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+
+    def codes(form, shape, regime):
+        return sprinkle(random_codes(form, shape, regime, generator), form, specials, generator)
+
+    shape = (batch, query_rows, kv_heads * group, head_dim)
+    if query_rows == 1 and rng.random() < 0.5:
+        shape = (batch, kv_heads * group, head_dim)
+    q = codes(q_form, shape, regimes[0]).view(VALUE_TYPES[q_form.name])
+    k = codes(k_form, (batch, rows, kv_heads, head_dim), regimes[1])
+    v = codes(v_form, (batch, rows, kv_heads, value_dim), regimes[2])
+    if rows > 1 and rng.random() < 0.2:
+        v[:, rows // 2 :] = (v ^ code_tensor(1 << v_form.bits - 1, v_form)).flip(1)[:, rows // 2 :]
+        k[:, rows // 2 :] = k.flip(1)[:, rows // 2 :]
+    options = {
+        "scale": rng.choice((head_dim**-0.5, 0.125, 1.0, -0.3, 0.0, 1e-42, 1e-20, 2e38, -7e20)),
+        "k_format": k_form.name,
+        "v_format": v_form.name,
+    }
+    scale_format = rng.choice(sorted(SCALE_FORMATS))
+    scale_form = SCALE_FORMATS[scale_format]
+    block = rng.choice((*SCALE_BLOCKS, None))
+    for name, form, dim in (("k_scales", k_form, head_dim), ("v_scales", v_form, value_dim)):
+        if form.bits <= 8 and rng.random() < 0.6:
+            regime = rng.choice(REGIMES)
+            options[name] = codes(scale_form, (batch, rows, kv_heads, -(-dim // (block or dim))), regime)
+            options |= {"scale_block": block, "scale_format": scale_format}
+    if rng.random() < 0.3:
+        options["k_scale"] = torch.tensor([rng.uniform(-2, 2) for _ in range(kv_heads)])
+        options["scale"] = max(min(options["scale"], 1e30), -1e30)
+    if rng.random() < 0.4:
+        choices = (0.0, -0.0, 1.5, -20.0, 1e30, -1e30, 1e-40) + (
+            (torch.inf, -torch.inf, torch.nan) if specials else ()
+        )
+        options["sinks"] = torch.tensor([rng.choice(choices) for _ in range(kv_heads * group)])
+    if rng.random() < 0.5:
+        masks = (batch, rows) if rng.random() < 0.5 else (batch, query_rows, rows)
+        options["visible"] = torch.rand(masks, generator=generator) < rng.choice((0.0, 0.5, 0.9))
+    v_scale = None
+    if rng.random() < 0.4:
+        choices = (1.0, 0.0173, -3.0, 0.0, 1e-40, 1e30, torch.inf, -torch.inf, torch.nan)
+        v_scale = torch.tensor([rng.choice(choices) for _ in range(kv_heads)])
+    return Case(q, k, v, options, v_scale, f"{'/'.join(regimes)} specials {specials}")
+
+
+def random_cases(seed, count, largest=None):
+    """`count` random cases from a seed."""
+    rng = random.Random(seed)
+    return (random_case(rng, largest) for _ in range(count))
