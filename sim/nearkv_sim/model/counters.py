@@ -1,0 +1,26 @@
+"""What a device counts, for its register lines."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi.window import CHANNEL_COUNTERS, DEVICE_COUNTERS
+
+
+class Counters:
+    """The counters of a device; names are those of abi.window's layouts.
+
+    A counter of waits that the model does not know (unit_no_data, unit_wait, conflicts) stays zero.
+
+    Members
+    -------
+    device : the fields of DEVICE_COUNTERS.
+    channels : those of CHANNEL_COUNTERS, int64 [channels] each.
+    """
+
+    def __init__(self, config: DeviceConfig) -> None:
+        self.device = {field.name: 0 for field in DEVICE_COUNTERS if not field.reserved}
+        self.channels: dict[str, npt.NDArray[np.int64]] = {
+            field.name: np.zeros(config.channels, dtype=np.int64) for field in CHANNEL_COUNTERS
+        }

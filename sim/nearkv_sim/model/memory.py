@@ -1,0 +1,112 @@
+"""Device memory as a sparse image of lines, with an owner for every extent."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi.config import EXTENT_SHIFT
+from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
+
+from ..port import Lines
+from .counters import Counters
+
+LineIndices = npt.NDArray[np.int64]
+"""Lines of the device by number (device address / 64), any shape."""
+Mask = npt.NDArray[np.bool_]
+
+EXTENT_LINES_SHIFT = EXTENT_SHIFT - LINE_SHIFT
+NOBODY = -1
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's number; Python names it from 3.13 on
+
+
+class Memory:
+    """The lines of a device, all zero at first; only what is written takes room on the host.
+
+    Every access names a tenant and is checked against the extent's owner. Lines beyond the memory are
+    nobody's; to touch them is no violation.
+
+    Parameters
+    ----------
+    config : size and channels.
+    counters : the device's; violations and the channels' fabric_reads and fabric_writes are counted here.
+
+    Members
+    -------
+    lines : uint8 [lines, 64], the image itself, unchecked.
+    owners : int8 [extents], the tenant or NOBODY.
+    """
+
+    def __init__(self, config: DeviceConfig, counters: Counters) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        image = mmap.mmap(-1, config.capacity_bytes, flags=flags)
+        self.lines: Lines = np.frombuffer(image, dtype=np.uint8).reshape(-1, LINE_BYTES)
+        self.owners = np.full(config.extents, NOBODY, dtype=np.int8)
+        self._channels = config.channels
+        self._counters = counters
+
+    def allowed(self, lines: LineIndices, tenant: int) -> Mask:
+        """Which lines the tenant may touch; nothing is counted."""
+        return self._inside(lines) & self._owned(lines, tenant)
+
+    def check(self, lines: LineIndices, tenant: int, counter: str = "fabric_reads") -> Mask:
+        """Which lines the tenant may touch: counted as accesses, the others in the memory as violations."""
+        allowed = self.allowed(lines, tenant)
+        self._counters.device["violations"] += int(np.count_nonzero(self._inside(lines) & ~allowed))
+        channels = self.channels_of(lines[allowed])
+        self._counters.channels[counter] += np.bincount(channels, minlength=self._channels)
+        return allowed
+
+    def read(self, lines: LineIndices, tenant: int) -> tuple[Lines, Mask]:
+        """Lines [n, 64], zero where the tenant may not read, and where it may."""
+        allowed = self.check(lines, tenant)
+        if allowed.all():
+            return self.lines[lines], allowed
+        data = np.zeros((len(lines), LINE_BYTES), dtype=np.uint8)
+        data[allowed] = self.lines[lines[allowed]]
+        return data, allowed
+
+    def write(
+        self, lines: LineIndices, data: Lines, tenant: int, enables: npt.NDArray[np.uint64] | None = None
+    ) -> Mask:
+        """Write lines, or their enabled bytes, where the tenant may; returns where."""
+        allowed = self.check(lines, tenant, "fabric_writes")
+        if not allowed.all():
+            lines, data = lines[allowed], data[allowed]
+            enables = None if enables is None else enables[allowed]
+        if enables is None:
+            self.lines[lines] = data
+        else:
+            # byte by byte, so that two partial writes of one line both take effect
+            row, byte = np.nonzero(enabled_bytes(enables))
+            self.lines[lines[row], byte] = data[row, byte]
+        return allowed
+
+    def claim(self, first: int, count: int, tenant: int) -> int | None:
+        """Give extents to a tenant, all or none; the first that another tenant owns; None if given."""
+        owners = self.owners[first : first + count]
+        taken = np.flatnonzero((owners != NOBODY) & (owners != tenant))
+        if len(taken):
+            return first + int(taken[0])
+        owners[:] = tenant
+        return None
+
+    def channels_of(self, lines: LineIndices) -> LineIndices:
+        """The channel in which each line lies."""
+        return (lines >> EXTENT_LINES_SHIFT) % self._channels
+
+    def _inside(self, lines: LineIndices) -> Mask:
+        inside: Mask = lines < len(self.lines)
+        return inside
+
+    def _owned(self, lines: LineIndices, tenant: int) -> Mask:
+        extents = np.minimum(lines >> EXTENT_LINES_SHIFT, len(self.owners) - 1)
+        owned: Mask = self.owners[extents] == tenant
+        return owned
+
+
+def enabled_bytes(enables: npt.NDArray[np.uint64]) -> Mask:
+    """Byte enables, bit b for byte b: uint64 [n] to bool [n, 64]."""
+    return (enables[:, None] >> np.arange(LINE_BYTES, dtype=np.uint64) & np.uint64(1)).astype(bool)

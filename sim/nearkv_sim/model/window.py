@@ -1,0 +1,128 @@
+"""Command windows: descriptor and completion rings, doorbells, and the register lines."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from nearkv_hw.abi import ABI_VERSION, DeviceConfig
+from nearkv_hw.abi.config import EXTENT_SHIFT
+from nearkv_hw.abi.descriptor import COMPLETION_BYTES, DESCRIPTOR_BYTES
+from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.numerics import CONTRACT_VERSION
+from nearkv_hw.abi.window import (
+    CHANNEL_COUNTERS,
+    CHANNEL_COUNTERS_LINE,
+    COMPLETIONS_OFFSET,
+    DESCRIPTORS_OFFSET,
+    DEVICE_COUNTERS,
+    DEVICE_COUNTERS_LINE,
+    DOORBELL,
+    DOORBELL_OFFSET,
+    IDENTITY,
+    IDENTITY_LINE,
+    MAGIC,
+    REGISTERS_OFFSET,
+    RING,
+    RING_LINE,
+)
+
+from ..port import Lines
+from .counters import Counters
+from .memory import Mask
+
+_TAIL = DOORBELL["tail"]
+_COUNT_MASK = (1 << _TAIL.width) - 1
+_NO_LINE = bytes(LINE_BYTES)
+
+
+class CommandWindow:
+    """One aperture's window.
+
+    Parameters
+    ----------
+    config, aperture : of which device, and which aperture.
+    counters : the device's.
+
+    Members
+    -------
+    tail, head, completed : descriptors posted, fetched and completed since reset, modulo 2^32.
+    """
+
+    def __init__(self, config: DeviceConfig, aperture: int, counters: Counters) -> None:
+        self.aperture = aperture
+        self.tail = self.head = self.completed = 0
+        self._config = config
+        self._counters = counters
+        self._descriptors: Lines = np.zeros((config.ring_slots, LINE_BYTES), dtype=np.uint8)
+        self._completions: Lines = np.zeros((config.ring_slots, LINE_BYTES), dtype=np.uint8)
+
+    def read(self, offset: int) -> bytes:
+        """The line at a byte offset of the window; zero where nothing is."""
+        slots = self._config.ring_slots
+        if offset >= DESCRIPTORS_OFFSET:
+            slot, second = divmod(offset - DESCRIPTORS_OFFSET, DESCRIPTOR_BYTES)
+            return self._descriptors[slot].tobytes() if slot < slots and not second else _NO_LINE
+        if offset >= COMPLETIONS_OFFSET:
+            slot = (offset - COMPLETIONS_OFFSET) // COMPLETION_BYTES
+            return self._completions[slot].tobytes() if slot < slots else _NO_LINE
+        if offset >= DOORBELL_OFFSET:
+            return _NO_LINE
+        return self._register((offset - REGISTERS_OFFSET) // LINE_BYTES)
+
+    def write(self, offset: int, data: npt.NDArray[np.uint8], enabled: Mask) -> bool:
+        """Write the enabled bytes of a line; true when that rang the doorbell.
+
+        Only first lines of descriptor slots and the doorbell take writes. A doorbell that asks for more
+        descriptors than the ring holds, or lacks bytes, is refused and counted as an error.
+        """
+        if offset == DOORBELL_OFFSET:
+            return self._ring(data, enabled)
+        slot, second = divmod(offset - DESCRIPTORS_OFFSET, DESCRIPTOR_BYTES)
+        if 0 <= slot < self._config.ring_slots and not second:
+            self._descriptors[slot, enabled] = data[enabled]
+        return False
+
+    def fetch(self) -> tuple[int, bytes]:
+        """The next posted descriptor and how many of this ring came before it; head must not be tail."""
+        index = self.head
+        self.head = index + 1 & _COUNT_MASK
+        return index, self._descriptors[index % self._config.ring_slots].tobytes()
+
+    def complete(self, index: int, record: bytes) -> None:
+        """Write the completion record of the descriptor that `fetch` numbered `index`."""
+        self._completions[index % self._config.ring_slots] = np.frombuffer(record, dtype=np.uint8)
+        self.completed = index + 1 & _COUNT_MASK
+
+    def _ring(self, data: npt.NDArray[np.uint8], enabled: Mask) -> bool:
+        tail = DOORBELL.unpack(data.tobytes())["tail"]
+        whole = enabled[: _TAIL.width // 8].all()
+        if not whole or (tail - self.head & _COUNT_MASK) > self._config.ring_slots:
+            self._counters.device["errors"] += 1
+            return False
+        self.tail = tail
+        return True
+
+    def _register(self, line: int) -> bytes:
+        channel = line - CHANNEL_COUNTERS_LINE
+        if line == IDENTITY_LINE:
+            return IDENTITY.pack_bytes(self._identity())
+        if line == DEVICE_COUNTERS_LINE:
+            return DEVICE_COUNTERS.pack_bytes(self._counters.device)
+        if line == RING_LINE:
+            return RING.pack_bytes(tail=self.tail, head=self.head, completed=self.completed)
+        if 0 <= channel < self._config.channels:
+            return CHANNEL_COUNTERS.pack_bytes(
+                {name: int(counts[channel]) for name, counts in self._counters.channels.items()}
+            )
+        return _NO_LINE
+
+    def _identity(self) -> dict[str, int]:
+        known = {
+            "magic": MAGIC,
+            "abi_version": ABI_VERSION,
+            "contract_version": CONTRACT_VERSION,
+            "aperture": self.aperture,
+            "extent_shift": EXTENT_SHIFT,
+        }
+        names = (field.name for field in IDENTITY if not field.reserved)
+        return {name: known[name] if name in known else getattr(self._config, name) for name in names}
