@@ -17,7 +17,8 @@ from .abi.numerics import LIMB_BITS, TOP_BITS
 LINE_ADDRESS_BITS = 34
 """Line addresses of a device of at most 1 TiB."""
 TENANT_BITS = 3
-REQUEST_ID_BITS = 16
+REQUEST_ID_BITS = 20
+"""Room for a CXL tag and LD-ID, which the endpoint's requests carry as their id."""
 PAGE_BITS = 21
 """Page indices of a context of 2^23 - 1 rows in pages of 4."""
 

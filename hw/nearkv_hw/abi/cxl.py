@@ -17,9 +17,12 @@ class M2SReqOp(IntEnum):
     MEM_RD_DATA = 2
     MEM_RD_FWD = 3
     MEM_WR_FWD = 4
+    MEM_RD_TEE = 5
+    MEM_RD_DATA_TEE = 6
     MEM_SPEC_RD = 8
     MEM_INV_NT = 9
     MEM_CLN_EVCT = 10
+    MEM_SPEC_RD_TEE = 12
 
 
 class M2SRwDOp(IntEnum):
@@ -27,6 +30,11 @@ class M2SRwDOp(IntEnum):
 
     MEM_WR = 1
     MEM_WR_PTL = 2
+    BI_CONFLICT = 4
+    MEM_RD_FILL = 5
+    MEM_WR_TEE = 9
+    MEM_WR_PTL_TEE = 10
+    MEM_RD_FILL_TEE = 13
 
 
 class S2MNdrOp(IntEnum):
@@ -35,6 +43,9 @@ class S2MNdrOp(IntEnum):
     CMP = 0
     CMP_S = 1
     CMP_E = 2
+    CMP_M = 3
+    BI_CONFLICT_ACK = 4
+    CMP_TEE = 5
 
 
 class S2MDrsOp(IntEnum):
@@ -42,6 +53,41 @@ class S2MDrsOp(IntEnum):
 
     MEM_DATA = 0
     MEM_DATA_NXM = 1
+    MEM_DATA_TEE = 2
+
+
+class Answer(IntEnum):
+    """What the host waits for after a message."""
+
+    NONE = 0
+    NDR = 1
+    """One NDR message, a completion."""
+    DRS = 2
+    """One DRS message with a line of data."""
+
+
+READS = frozenset({M2SReqOp.MEM_RD, M2SReqOp.MEM_RD_DATA})
+"""Requests that read a line; a device without a cache of its own treats them alike (section 3.3.5)."""
+WRITES = frozenset({M2SRwDOp.MEM_WR, M2SRwDOp.MEM_WR_PTL})
+"""Requests with data that write a line."""
+NO_OPERATIONS = frozenset(
+    {M2SReqOp.MEM_INV, M2SReqOp.MEM_INV_NT, M2SReqOp.MEM_CLN_EVCT, M2SReqOp.MEM_SPEC_RD}
+)
+"""Requests that a host-only coherent memory may receive and that change nothing in it."""
+
+
+def req_answer(opcode: int) -> Answer:
+    """What the host waits for after an M2S Req of this opcode; a completion where the opcode is reserved."""
+    if opcode in (M2SReqOp.MEM_RD, M2SReqOp.MEM_RD_DATA, M2SReqOp.MEM_RD_TEE, M2SReqOp.MEM_RD_DATA_TEE):
+        return Answer.DRS
+    if opcode in (
+        M2SReqOp.MEM_SPEC_RD,
+        M2SReqOp.MEM_SPEC_RD_TEE,
+        M2SReqOp.MEM_RD_FWD,
+        M2SReqOp.MEM_WR_FWD,
+    ):
+        return Answer.NONE
+    return Answer.NDR
 
 
 class MetaField(IntEnum):

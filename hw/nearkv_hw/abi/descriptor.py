@@ -63,6 +63,8 @@ ATTEND = Layout(
     Field("kv_head", 11, "which of the page table's heads"),
 )
 
+NOP = Layout("no-operation descriptor", LINE_BITS, *_HEAD)
+
 CLAIM = Layout(
     "claim descriptor",
     LINE_BITS,
@@ -96,7 +98,7 @@ class Status(IntEnum):
     BAD_FLAGS = 3
     """An unknown flag, or a reserved field that is not zero."""
     BAD_GEOMETRY = 4
-    """head_dim, value_dim, group, query_rows, page_rows or kv_head out of range."""
+    """head_dim, value_dim, group, query_rows or page_rows out of range."""
     BAD_FORMAT = 5
     """An element format or output form that the device does not have."""
     BAD_FACTOR = 6

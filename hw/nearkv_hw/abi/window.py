@@ -24,6 +24,8 @@ IDENTITY_LINE = 0
 """Register line of `IDENTITY`."""
 DEVICE_COUNTERS_LINE = 1
 """Register line of `DEVICE_COUNTERS`."""
+LINK_COUNTERS_LINE = 2
+"""Register line of `LINK_COUNTERS`."""
 RING_LINE = 3
 """Register line of `RING`."""
 CHANNEL_COUNTERS_LINE = 16
@@ -62,6 +64,12 @@ DEVICE_COUNTERS = Layout(
     Field("violations", 64, "accesses to an extent that the tenant does not own, host and device side"),
     Field("jobs", 64, "descriptors completed"),
     Field("errors", 64, "descriptors completed with a status other than OK, and refused doorbells"),
+)
+
+LINK_COUNTERS = Layout(
+    "link counters",
+    LINE_BITS,
+    Field("unsupported", 64, "messages of an opcode that the device does not have"),
 )
 
 RING = Layout(

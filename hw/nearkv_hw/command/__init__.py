@@ -1,1 +1,1 @@
-"""Command windows, descriptor fetch, page-table walk and completion."""
+"""The command path: rings and registers, descriptor checks, the page-table walk, completion records."""

@@ -1,0 +1,372 @@
+"""The array: decoders for a line's lanes, a cell per lane and query, dot products, lane flags, the way out.
+
+Stages, in cycles after an operation came:
+
+| stage | score mode (K) | value mode (V) |
+|---|---|---|
+| 1 | operation and line in registers | the same |
+| 2, 3 | elements decoded | elements decoded; the row's weights come in at 3 |
+| 4, 5 | product; normalised | the same |
+| 6 | the line's top bin | every lane's top bin updated |
+| 7 | limbs under the line's top | limbs under the lane's top |
+| 8 on | trees over the lanes, then the sum over the row's lines | 8: added to every lane's limbs |
+
+Every operation takes every stage, so none waits for another. A query line takes the decoders' way into the
+cells, and a read of sums takes the value mode's way with nothing to add: what enters behind a line sees its
+effect.
+"""
+
+from amaranth.hdl import Cat, Module, Mux, Signal, signed
+from amaranth.lib import data, memory, wiring
+from amaranth.lib.wiring import In, Out
+
+from ..abi.descriptor import MAX_HEAD_DIM
+from ..abi.memory import LANE_NAN, LANE_NEGATIVE_INFINITY, LANE_POSITIVE_INFINITY
+from ..abi.numerics import LIMB_BITS
+from ..arithmetic.binned import HELD_TOP_BITS, empty_top
+from ..arithmetic.decode import CODE_BITS, ElementDecoder
+from ..arithmetic.score import DotProduct
+from ..arithmetic.weight import Weight
+from ..interfaces import LanePartial
+from .cell import Cell
+from .dot import DotProducts
+
+BANKS = 2
+"""Passes whose queries and sums are kept: one streams while the other is drained."""
+
+
+def row_lines(lanes):
+    """Lines of the longest row."""
+    return -(-MAX_HEAD_DIM // lanes)
+
+
+def array_operation(lanes, queries, finish_lanes):
+    """What the array is to do; at most one of `score`, `value` and `load`, and `read` never with `value`."""
+    return data.StructLayout(
+        {
+            "score": 1,  # the line is of K: multiply by the queries
+            "value": 1,  # the line is of V: multiply by the weights
+            "load": 1,  # the line is of a query: keep it
+            "half": 1,  # elements are fp16, else bf16
+            "bank": 1,  # pass of the line
+            "line": range(row_lines(lanes)),  # position in the row
+            "last": 1,  # last line of its row
+            "first": 1,  # value: of the first row of its pass
+            "query": range(queries),  # load: which query
+            "read": 1,  # read sums
+            "read_bank": 1,
+            "read_query": range(queries),
+            "read_line": range(row_lines(lanes)),
+            "read_group": range(lanes // finish_lanes),  # which finish_lanes lanes of the line
+        }
+    )
+
+
+def row_dots(queries):
+    """One row's dot products with every query."""
+    return data.StructLayout(
+        {
+            "dots": data.ArrayLayout(DotProduct, queries),
+            "bank": 1,
+        }
+    )
+
+
+class Array(wiring.Component):
+    """Takes one line per cycle, K, V or query; never waits.
+
+    Parameters
+    ----------
+    lanes : elements of a line.
+    queries : query heads kept.
+    finish_lanes : lanes that a read gives.
+
+    Members
+    -------
+    operation, line, present : In : what to do (`array_operation`), the line's elements, and which count.
+    weights : In : the row's weights of every query, `weight_cycles` after a value operation.
+    row_valid, row : Out : dot products of a row (`row_dots`), `row_cycles` after its last line.
+    read_valid, lanes_read : Out : sums and flags of the lanes that were read, `read_cycles` after the read.
+    """
+
+    weight_cycles = 1 + ElementDecoder.latency_cycles
+    top_cycles = weight_cycles + Cell.top_cycles
+    limb_cycles = weight_cycles + Cell.limb_cycles
+    read_cycles = limb_cycles + 1
+
+    def __init__(self, *, lanes, queries, finish_lanes):
+        if lanes not in (4, 8, 16, 32):
+            raise ValueError(f"lanes must be 4, 8, 16 or 32, not {lanes!r}")
+        if queries not in (1, 2, 4, 8, 16):
+            raise ValueError(f"queries must be 1, 2, 4, 8 or 16, not {queries!r}")
+        if finish_lanes not in (2, 4, 8) or finish_lanes > lanes // 2:
+            raise ValueError(
+                f"finish_lanes must be 2, 4 or 8 and at most half of lanes={lanes}, not {finish_lanes!r}"
+            )
+        self.lanes = lanes
+        self.queries = queries
+        self.finish_lanes = finish_lanes
+        super().__init__(
+            {
+                "operation": In(array_operation(lanes, queries, finish_lanes)),
+                "line": In(CODE_BITS * lanes),
+                "present": In(lanes),
+                "weights": In(data.ArrayLayout(Weight, queries)),
+                "row_valid": Out(1),
+                "row": Out(row_dots(queries)),
+                "read_valid": Out(1),
+                "lanes_read": Out(data.ArrayLayout(LanePartial, finish_lanes)),
+            }
+        )
+
+    @property
+    def row_cycles(self):
+        """Cycles from a row's last line to its dot products."""
+        return self.limb_cycles + DotProducts.tree_cycles_of(self.lanes) + DotProducts.row_cycles
+
+    def elaborate(self, platform):
+        m = Module()
+        lanes, queries = range(self.lanes), range(self.queries)
+        tree_cycles = DotProducts.tree_cycles_of(self.lanes)
+
+        line = Signal(CODE_BITS * self.lanes, reset_less=True)
+        present = Signal(self.lanes, reset_less=True)
+        m.d.sync += [line.eq(self.line), present.eq(self.present)]
+        delays = _Delays(m, self.operation)
+        at_line = delays.at(1)
+        at_element = delays.at(self.weight_cycles)
+        at_top = delays.at(self.top_cycles)
+        at_select = delays.at(self.top_cycles + 1)
+        at_limb = delays.at(self.limb_cycles)
+        at_row = delays.at(self.limb_cycles + tree_cycles)
+        at_dot = delays.at(self.row_cycles)
+
+        # decode
+        decoders = []
+        for lane in lanes:
+            m.submodules[f"decoder_{lane}"] = decoder = ElementDecoder()
+            m.d.comb += [
+                decoder.code.eq(line[lane * CODE_BITS : (lane + 1) * CODE_BITS]),
+                decoder.half.eq(at_line.half),
+                decoder.present.eq(present[lane]),
+            ]
+            decoders.append(decoder)
+        element = _Specials(self.lanes)
+        element_now = Signal(element)
+        m.d.comb += [
+            element_now.negative.eq(Cat(d.negative for d in decoders)),
+            element_now.nan.eq(Cat(d.nan for d in decoders)),
+            element_now.infinite.eq(Cat(d.infinite for d in decoders)),
+            element_now.zero.eq(Cat(~d.element.significand[-1] & ~d.infinite for d in decoders)),
+        ]
+
+        # signs, and what elements are that are no numbers: vectors over the lanes, for each query
+        value_nan = delays.of(element_now.nan, self.top_cycles - self.weight_cycles)
+        value_positive = delays.of(
+            element_now.infinite & ~element_now.negative, self.top_cycles - self.weight_cycles
+        )
+        value_negative = delays.of(
+            element_now.infinite & element_now.negative, self.top_cycles - self.weight_cycles
+        )
+        query_address = Cat(at_element.line, at_element.bank)
+        read_tops, read_highs, read_lows, read_flags = [], [], [], []
+        for index in queries:
+            load = Signal(name=f"load_{index}")
+            m.d.comb += load.eq(at_element.load & (at_element.query == index))
+            m.submodules[f"specials_{index}"] = kept = memory.Memory(
+                shape=element, depth=BANKS * row_lines(self.lanes), init=[]
+            )
+            kept_read, kept_write = kept.read_port(domain="comb"), kept.write_port()
+            m.d.comb += [
+                kept_read.addr.eq(query_address),
+                kept_write.addr.eq(query_address),
+                kept_write.data.eq(element_now),
+                kept_write.en.eq(load),
+            ]
+            query_now = kept_read.data
+            infinite = element_now.infinite | query_now.infinite
+            opposite = element_now.negative ^ query_now.negative
+            flags = Signal(3, reset_less=True, name=f"line_flags_{index}")
+            m.d.sync += flags.eq(
+                Cat(
+                    (
+                        element_now.nan
+                        | query_now.nan
+                        | (element_now.infinite & query_now.zero)
+                        | (element_now.zero & query_now.infinite)
+                    ).any(),
+                    (infinite & ~opposite).any(),
+                    (infinite & opposite).any(),
+                )
+            )
+            negative = delays.of(
+                Mux(at_element.value, element_now.negative, opposite), self.limb_cycles - self.weight_cycles
+            )
+            live = delays.of(self.weights[index].significand[-1], self.top_cycles - self.weight_cycles)
+
+            # dot products
+            m.submodules[f"dot_{index}"] = dot = DotProducts(lanes=self.lanes)
+            m.d.comb += [
+                dot.valid.eq(at_top.score),
+                dot.limb_valid.eq(at_limb.score),
+                dot.negative.eq(negative),
+                dot.row_valid.eq(at_row.score),
+                dot.row_first.eq(at_row.line == 0),
+                dot.flags.eq(delays.of(flags, self.limb_cycles + tree_cycles - self.weight_cycles - 1)),
+                self.row.dots[index].eq(dot.dot),
+            ]
+
+            # the lanes
+            m.submodules[f"flags_{index}"] = lane_flags = LaneFlags(
+                lanes=self.lanes, states=BANKS * row_lines(self.lanes)
+            )
+            m.d.comb += [
+                lane_flags.add.eq(at_top.value),
+                lane_flags.first.eq(at_top.first),
+                lane_flags.live.eq(live),
+                lane_flags.address.eq(_state_address(at_top)),
+                lane_flags.nan.eq(value_nan),
+                lane_flags.positive.eq(value_positive),
+                lane_flags.negative.eq(value_negative),
+            ]
+            for lane in lanes:
+                m.submodules[f"cell_{index}_{lane}"] = cell = Cell(
+                    query_states=BANKS * row_lines(self.lanes), states=BANKS * row_lines(self.lanes)
+                )
+                m.d.comb += [
+                    cell.element.eq(decoders[lane].element),
+                    cell.value.eq(at_element.value),
+                    cell.weight.eq(self.weights[index]),
+                    cell.query_address.eq(query_address),
+                    cell.query_write.eq(load),
+                    cell.add.eq(at_top.value),
+                    cell.first.eq(at_top.first),
+                    cell.address.eq(_state_address(at_top)),
+                    dot.bins[lane].eq(cell.bins),
+                    cell.select_value.eq(at_select.value),
+                    cell.line_top.eq(dot.line_top),
+                    dot.high[lane].eq(cell.high),
+                    dot.low[lane].eq(cell.low),
+                    cell.limb_add.eq(at_limb.value),
+                    cell.limb_address.eq(_state_address(at_limb)),
+                    cell.negative.eq(negative[lane]),
+                ]
+                read_tops.append(cell.held_top)
+                read_highs.append(cell.held_high)
+                read_lows.append(cell.held_low)
+                read_flags.append(Cat(getattr(lane_flags, f"held_{name}")[lane] for name in _LANE_FLAGS))
+        m.d.comb += [self.row_valid.eq(at_dot.score & at_dot.last), self.row.bank.eq(at_dot.bank)]
+
+        # the way out
+        m.d.comb += self.read_valid.eq(delays.at(self.read_cycles).read)
+        for index in range(self.finish_lanes):
+
+            def selected(at, values, shape, index=index):
+                register = Signal(shape, reset_less=True)
+                with m.If(at.read), m.Switch(Cat(at.read_group, at.read_query)):
+                    for number, value in enumerate(values[index :: self.finish_lanes]):
+                        with m.Case(number):
+                            m.d.sync += register.eq(value)
+                return register
+
+            top = delays.of(
+                selected(at_top, read_tops, signed(HELD_TOP_BITS)), self.read_cycles - self.top_cycles - 1
+            )
+            flags = delays.of(selected(at_top, read_flags, 3), self.read_cycles - self.top_cycles - 1)
+            partial = self.lanes_read[index]
+            m.d.comb += [
+                partial.state.some.eq(top != empty_top(HELD_TOP_BITS)),
+                partial.state.top.eq(top),
+                partial.state.high.eq(selected(at_limb, read_highs, signed(LIMB_BITS))),
+                partial.state.low.eq(selected(at_limb, read_lows, signed(LIMB_BITS))),
+                partial.flags.eq(flags),
+            ]
+        return m
+
+
+class LaneFlags(wiring.Component):
+    """NaN and infinities met by each lane of one query; one line per cycle, kept from the next cycle on.
+
+    Parameters
+    ----------
+    lanes : lanes of a line.
+    states : lines that are kept.
+
+    Members
+    -------
+    add, first, address : In : as of `BinnedAccumulator`.
+    live : In : the row has weight; a row without is not looked at.
+    nan, positive, negative : In : lanes whose element is NaN, +Inf, -Inf.
+    held_nan, held_positive, held_negative : Out : flags kept at `address`.
+    """
+
+    def __init__(self, *, lanes, states):
+        self.lanes = lanes
+        self.states = states
+        super().__init__(
+            {
+                "add": In(1),
+                "first": In(1),
+                "live": In(1),
+                "address": In(range(states)),
+                **{name: In(lanes) for name in _LANE_FLAGS},
+                **{f"held_{name}": Out(lanes) for name in _LANE_FLAGS},
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        for name in _LANE_FLAGS:
+            m.submodules[name] = kept = memory.Memory(shape=self.lanes, depth=self.states, init=[])
+            read, write = kept.read_port(domain="comb"), kept.write_port()
+            m.d.comb += [
+                read.addr.eq(self.address),
+                write.addr.eq(self.address),
+                write.en.eq(self.add),
+                write.data.eq(Mux(self.first, 0, read.data) | Mux(self.live, getattr(self, name), 0)),
+                getattr(self, f"held_{name}").eq(read.data),
+            ]
+        return m
+
+
+_LANE_FLAGS = ("nan", "positive", "negative")
+assert (LANE_NAN, LANE_POSITIVE_INFINITY, LANE_NEGATIVE_INFINITY) == (1, 2, 4)
+
+
+class _Specials(data.StructLayout):
+    """Vectors over the lanes of a line."""
+
+    def __init__(self, lanes):
+        super().__init__({"negative": lanes, "nan": lanes, "infinite": lanes, "zero": lanes})
+
+
+class _Delays:
+    """An operation as it was some cycles ago, and other signals delayed likewise."""
+
+    def __init__(self, m, operation):
+        self._m = m
+        self._at = [operation]
+
+    def at(self, cycles):
+        while len(self._at) <= cycles:
+            number = len(self._at)
+            delayed = Signal(self._at[0].shape(), name=f"operation_{number}")
+            self._m.d.sync += delayed.eq(self._at[-1])
+            self._at.append(delayed)
+        return self._at[cycles]
+
+    def of(self, value, cycles):
+        for _ in range(cycles):
+            delayed = (
+                Signal(len(value), reset_less=True)
+                if not value.shape().signed
+                else Signal(value.shape(), reset_less=True)
+            )
+            self._m.d.sync += delayed.eq(value)
+            value = delayed
+        return value
+
+
+def _state_address(at):
+    """The sum's address: the line's, or in a read the one to read."""
+    return Mux(at.value, Cat(at.line, at.bank), Cat(at.read_line, at.read_bank))

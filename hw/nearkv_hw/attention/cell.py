@@ -1,0 +1,161 @@
+"""A cell: one multiplier of the unit's array, with a query's elements and the sums of one lane.
+
+The array has a cell per lane and query. In score mode a cell multiplies a K element by its query's element,
+in value mode a V element by the row's weight; product, normalisation, shift and alignment are the same
+hardware in both.
+"""
+
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
+from amaranth.lib import memory, wiring
+from amaranth.lib.wiring import In, Out
+
+from ..abi.numerics import BIN_BITS, LIMB_BITS, WEIGHT_BITS
+from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, Select, TermAligner, empty_top
+from ..arithmetic.decode import SIGNIFICAND_BITS, Element
+from ..arithmetic.product import PRODUCT_BITS, Product
+from ..arithmetic.score import DOT_TOP_BITS
+from ..arithmetic.weight import Weight
+
+DOT_BINS = range(7, 24)
+"""Bins of products of two 16-bit elements, -9 to 7, plus 16: a bin with its sign bit inverted."""
+
+
+class Cell(wiring.Component):
+    """One multiplication per cycle, score or value mode; never waits.
+
+    Parameters
+    ----------
+    query_states : query elements kept: lines of a row times banks.
+    states : binned sums kept: lines of a row times banks.
+
+    Members
+    -------
+    Operands, in the cycle of the decoded element:
+
+    element : In(Element) : the element.
+    value : In : value mode.
+    weight : In(Weight) : the factor in value mode.
+    query_address : In : which query element is the factor in score mode, or is written.
+    query_write : In : keep `element` as that query element.
+
+    Top stage, `top_cycles` later:
+
+    add, first, address : In : value mode: the sum to add to, and whether it starts here.
+    bins : Out : score mode: the product's bin, one bit per bin of `DOT_BINS`; none for a zero product.
+    held_top : Out : the top bin of the sum at `address`.
+
+    Select stage, one cycle later:
+
+    select_value : In : value mode.
+    line_top : In : score mode: the line's top bin, plus 16.
+
+    Limb stage, one cycle later:
+
+    high, low : Out : the product's limbs under the line's or the sum's top, as magnitudes.
+    limb_add, limb_address, negative : In : value mode: the sum to add them to, and their sign.
+    held_high, held_low : Out : limbs of the sum at `limb_address`.
+    """
+
+    top_cycles = Product.latency_cycles
+    select_cycles = top_cycles + 1
+    limb_cycles = select_cycles + TermAligner.latency_cycles
+
+    def __init__(self, *, query_states, states):
+        self.query_states = query_states
+        self.states = states
+        super().__init__(
+            {
+                "element": In(Element),
+                "value": In(1),
+                "weight": In(Weight),
+                "query_address": In(range(query_states)),
+                "query_write": In(1),
+                "add": In(1),
+                "first": In(1),
+                "address": In(range(states)),
+                "bins": Out(len(DOT_BINS)),
+                "held_top": Out(signed(HELD_TOP_BITS)),
+                "select_value": In(1),
+                "line_top": In(DOT_TOP_BITS),
+                "high": Out(BIN_BITS),
+                "low": Out(BIN_BITS),
+                "limb_add": In(1),
+                "limb_address": In(range(states)),
+                "negative": In(1),
+                "held_high": Out(signed(LIMB_BITS)),
+                "held_low": Out(signed(LIMB_BITS)),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        m.submodules.query = query = memory.Memory(shape=Element, depth=self.query_states, init=[])
+        read, write = query.read_port(domain="comb"), query.write_port()
+        m.d.comb += [
+            read.addr.eq(self.query_address),
+            write.addr.eq(self.query_address),
+            write.data.eq(self.element),
+            write.en.eq(self.query_write),
+        ]
+        m.submodules.product = product = Product()
+        m.d.comb += [
+            product.element.eq(self.element),
+            product.factor.eq(
+                Mux(
+                    self.value,
+                    self.weight.significand,
+                    Cat(Const(0, WEIGHT_BITS - SIGNIFICAND_BITS), read.data.significand),
+                )
+            ),
+            product.factor_exponent.eq(Mux(self.value, self.weight.exponent, read.data.exponent)),
+        ]
+
+        some = product.significand[-1]
+        bin = product.exponent >> OFFSET_BITS
+        position = Signal(DOT_TOP_BITS)
+        m.d.comb += [
+            position.eq(bin[:DOT_TOP_BITS] ^ 1 << DOT_TOP_BITS - 1),
+            self.bins.eq((some << position)[DOT_BINS.start : DOT_BINS.stop]),
+        ]
+        m.submodules.sums = sums = BinnedAccumulator(
+            states=self.states, limb_delay_cycles=self.limb_cycles - self.top_cycles
+        )
+        m.d.comb += [
+            sums.add.eq(self.add),
+            sums.first.eq(self.first),
+            sums.address.eq(self.address),
+            sums.top.eq(Mux(some, bin, empty_top(HELD_TOP_BITS))),
+            self.held_top.eq(sums.held_top),
+        ]
+
+        significand = Signal(PRODUCT_BITS, reset_less=True)
+        offset = Signal(OFFSET_BITS, reset_less=True)
+        selected_position = Signal(DOT_TOP_BITS, reset_less=True)
+        m.d.sync += [
+            significand.eq(product.significand),
+            offset.eq(product.exponent[:OFFSET_BITS]),
+            selected_position.eq(position),
+        ]
+        below = Signal(DOT_TOP_BITS)
+        line_select = Signal(Select)
+        m.d.comb += [
+            below.eq(self.line_top - selected_position),
+            line_select.keep.eq(below == 0),
+            line_select.down.eq(below == 1),
+        ]
+        m.submodules.aligner = aligner = TermAligner(significand_bits=PRODUCT_BITS)
+        m.d.comb += [
+            aligner.significand.eq(significand),
+            aligner.offset.eq(offset),
+            aligner.select.eq(Mux(self.select_value, sums.select, line_select)),
+            self.high.eq(aligner.high),
+            self.low.eq(aligner.low),
+            sums.limb_add.eq(self.limb_add),
+            sums.limb_address.eq(self.limb_address),
+            sums.negative.eq(self.negative),
+            sums.high.eq(aligner.high),
+            sums.low.eq(aligner.low),
+            self.held_high.eq(sums.held_high),
+            self.held_low.eq(sums.held_low),
+        ]
+        return m

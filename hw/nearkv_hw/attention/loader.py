@@ -1,0 +1,157 @@
+"""The start of a pass: a bank for it, its parameters, its queries and sinks."""
+
+from amaranth.hdl import Cat, Module, Mux, Signal
+from amaranth.lib import data, stream, wiring
+from amaranth.lib.wiring import In, Out
+from amaranth.utils import exact_log2
+
+from ..abi.formats import FP16
+from ..arithmetic.decode import CODE_BITS
+from ..arithmetic.score import FLOAT_BITS, Factor, FactorDecoder
+from ..interfaces import QueryLine, UnitJob
+from .array import BANKS, row_lines
+from .scoring import opening
+from .streamer import geometry
+
+
+def pass_parameters(lanes, queries):
+    """What the unit keeps of a pass while it lasts."""
+    return data.StructLayout(
+        {
+            "geometry": geometry(lanes),
+            "k_half": 1,  # K is fp16, else bf16
+            "v_half": 1,
+            "query_half": 1,
+            "present": lanes,  # lanes that count in the last line of a K row
+            "queries": queries.bit_length(),
+            "value_dim": 10,
+            "factor": Factor,
+        }
+    )
+
+
+def query_load(lanes, queries):
+    """A line of a query on its way into the cells."""
+    return data.StructLayout(
+        {
+            "data": CODE_BITS * lanes,
+            "bank": 1,
+            "query": range(queries),
+            "line": range(row_lines(lanes)),
+            "last": 1,
+        }
+    )
+
+
+class Loader(wiring.Component):
+    """Loads one query line per cycle; a pass is taken when a bank is free, while another streams.
+
+    Parameters
+    ----------
+    lanes : elements of a line.
+    queries : query heads kept.
+
+    Members
+    -------
+    jobs, queries : In(stream) : passes, and their lines of queries and sinks.
+    loads : Out(stream) : query lines for the cells.
+    openings : Out(stream) : the sinks, after the last query line.
+    freed : In : the bank's pass is over.
+    passes : Out : parameters of each bank's pass.
+    start : Out : the bank has a new pass, from this cycle on.
+    loaded : Out : its queries are in the cells, its sinks on their way.
+    """
+
+    def __init__(self, *, lanes, queries):
+        self.lanes = lanes
+        self.queries_kept = queries
+        super().__init__(
+            {
+                "jobs": In(stream.Signature(UnitJob)),
+                "queries": In(stream.Signature(QueryLine)),
+                "loads": Out(stream.Signature(query_load(lanes, queries))),
+                "openings": Out(stream.Signature(opening(queries))),
+                "freed": In(BANKS),
+                "passes": Out(data.ArrayLayout(pass_parameters(lanes, queries), BANKS)),
+                "start": Out(BANKS),
+                "loaded": Out(BANKS),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        lane_shift = exact_log2(self.lanes)
+        bank = Signal()
+        own = 1 << bank
+        opened, loaded = Signal(BANKS), Signal(BANKS)
+        m.d.comb += [self.loaded.eq(loaded)]
+        now = Signal(pass_parameters(self.lanes, self.queries_kept))  # of the pass that is being loaded
+        sinks = Signal()
+        code = Signal(FLOAT_BITS)
+        values = Signal(FLOAT_BITS * self.queries_kept)
+        query = Signal(range(self.queries_kept))
+        line = Signal(range(row_lines(self.lanes)))
+        m.submodules.factor = factor = FactorDecoder()
+        m.d.comb += factor.code.eq(code)
+        m.d.sync += [opened.eq(opened & ~self.freed), loaded.eq(loaded & ~self.freed)]
+        m.d.comb += [
+            self.loads.payload.data.eq(self.queries.payload.data),
+            self.loads.payload.bank.eq(bank),
+            self.loads.payload.query.eq(query),
+            self.loads.payload.line.eq(line),
+            self.loads.payload.last.eq(line == now.geometry.k_last),
+            self.openings.payload.bank.eq(bank),
+            self.openings.payload.sinks.eq(sinks),
+            self.openings.payload.values.eq(values),
+        ]
+        job = self.jobs.payload
+        remainder = job.head_dim[:lane_shift]
+        with m.FSM():
+            with m.State("job"):
+                m.d.comb += self.jobs.ready.eq(~(opened & own).any())
+                with m.If(self.jobs.valid & self.jobs.ready):
+                    m.d.sync += [
+                        now.geometry.tenant.eq(job.tenant),
+                        now.geometry.k_last.eq((job.head_dim - 1) >> lane_shift),
+                        now.geometry.v_last.eq((job.value_dim - 1) >> lane_shift),
+                        now.k_half.eq(job.k_format == FP16.code),
+                        now.v_half.eq(job.v_format == FP16.code),
+                        now.query_half.eq(job.query_format == FP16.code),
+                        now.present.eq(
+                            Cat((remainder == 0) | (lane < remainder) for lane in range(self.lanes))
+                        ),
+                        now.queries.eq(job.queries),
+                        now.value_dim.eq(job.value_dim),
+                        sinks.eq(job.sinks),
+                        code.eq(job.score_factor),
+                    ]
+                    m.next = "open"
+            with m.State("open"):
+                for index in range(BANKS):
+                    with m.If(bank == index):
+                        m.d.sync += self.passes[index].eq(now)
+                m.d.comb += self.start.eq(own)
+                m.d.sync += [opened.eq((opened & ~self.freed) | own), query.eq(0), line.eq(0)]
+                m.next = "queries"
+            with m.State("queries"):
+                for index in range(BANKS):
+                    with m.If(bank == index):
+                        m.d.sync += self.passes[index].factor.eq(factor.factor)
+                m.d.comb += [self.loads.valid.eq(self.queries.valid), self.queries.ready.eq(self.loads.ready)]
+                with m.If(self.queries.valid & self.loads.ready):
+                    m.d.sync += line.eq(Mux(self.loads.payload.last, 0, line + 1))
+                    with m.If(self.loads.payload.last):
+                        m.d.sync += query.eq(query + 1)
+                        with m.If(query + 1 == now.queries):
+                            m.next = "sinks"
+            with m.State("sinks"):
+                m.d.comb += self.queries.ready.eq(sinks)
+                m.d.sync += values.eq(self.queries.payload.data)
+                with m.If(~sinks | self.queries.valid):
+                    m.next = "opening"
+            with m.State("opening"):
+                m.d.comb += self.openings.valid.eq(1)
+                with m.If(self.openings.ready):
+                    m.d.sync += [loaded.eq((loaded & ~self.freed) | own), bank.eq(~bank)]
+                    m.next = "job"
+        return m

@@ -1,0 +1,267 @@
+"""From dot products to weights: queue of rows, score and weight pipes, weight store, denominators."""
+
+from amaranth.hdl import Cat, Module, Mux, Signal
+from amaranth.lib import data, memory, stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from ..abi.numerics import WEIGHT_BITS
+from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, TermAligner, empty_top
+from ..arithmetic.score import FLOAT_BITS, DotProduct, Factor, ScorePipe
+from ..arithmetic.weight import Weight, WeightPipe
+from ..common.queue import Queue
+from ..interfaces import State
+from .array import BANKS, row_dots
+
+WEIGHT_SLOTS = 64
+"""Rows whose K may come ahead of their V: enough to hide the way from the last K line to the weight."""
+SCORE_QUEUE_ROWS = 32
+"""Rows whose dot products wait for a score pipe, and those on their way there."""
+
+
+def opening(queries):
+    """What starts a pass: it empties the denominators and adds the sinks, if there are any."""
+    return data.StructLayout(
+        {
+            "bank": 1,
+            "sinks": 1,
+            "values": data.ArrayLayout(FLOAT_BITS, queries),  # float32
+        }
+    )
+
+
+def denominator_read(queries):
+    """Which denominator to read."""
+    return data.StructLayout({"bank": 1, "query": range(queries)})
+
+
+class Scoring(wiring.Component):
+    """One score and weight per pipe and cycle, in the order of rows.
+
+    Parameters
+    ----------
+    queries : query heads kept.
+    pipes : score and weight pipes; each serves queries / pipes query heads, one per cycle.
+
+    Members
+    -------
+    row_valid, row : In : dot products; the owner sends no more than SCORE_QUEUE_ROWS before `row_taken`.
+    row_taken : Out : a row has left the queue.
+    row_weighed : Out : a row's weights are in the store, in the order of rows.
+    openings : In(stream) : start of a pass; taken before the pass's first row comes.
+    reads : In(stream) : denominators to read; a read sees what came before it.
+    factors : In : score factor of each bank's pass.
+    counts : In : query heads of each bank's pass.
+    slot : In : which row's weights to show; rows take slots in turn.
+    weights : Out : that row's weights, in the same cycle.
+    denominator_valid, denominator, query_nan : Out : a denominator, and whether the query's result is NaN;
+        `read_cycles` after the read was taken.
+    """
+
+    weigh_cycles = 1 + ScorePipe.latency_cycles + WeightPipe.latency_cycles
+    read_cycles = weigh_cycles + 1 + TermAligner.latency_cycles + 1
+
+    def __init__(self, *, queries, pipes):
+        if not isinstance(pipes, int) or pipes < 1 or queries % pipes:
+            raise ValueError(f"pipes must divide queries={queries}, not {pipes!r}")
+        self.queries = queries
+        self.pipes = pipes
+        super().__init__(
+            {
+                "row_valid": In(1),
+                "row": In(row_dots(queries)),
+                "row_taken": Out(1),
+                "row_weighed": Out(1),
+                "openings": In(stream.Signature(opening(queries))),
+                "reads": In(stream.Signature(denominator_read(queries))),
+                "factors": In(data.ArrayLayout(Factor, BANKS)),
+                "counts": In(data.ArrayLayout(queries.bit_length(), BANKS)),
+                "slot": In(range(WEIGHT_SLOTS)),
+                "weights": Out(data.ArrayLayout(Weight, queries)),
+                "denominator_valid": Out(1),
+                "denominator": Out(State),
+                "query_nan": Out(1),
+            }
+        )
+
+    @property
+    def queries_per_pipe(self):
+        """Cycles that a row of all query heads takes."""
+        return self.queries // self.pipes
+
+    def elaborate(self, platform):
+        m = Module()
+        per_pipe = self.queries_per_pipe
+        m.submodules.queue = queue = Queue(shape=row_dots(self.queries), depth=SCORE_QUEUE_ROWS)
+        m.d.comb += [queue.i.valid.eq(self.row_valid), queue.i.payload.eq(self.row)]
+        row = queue.o.payload
+
+        # what enters the pipes: a read, else a query of an opening, else a query of a row
+        index_shape = range(per_pipe)
+        operation_layout = data.StructLayout(
+            {
+                "row": 1,
+                "open": 1,
+                "read": 1,
+                "last": 1,
+                "bank": 1,
+                "index": index_shape,
+                "pipe": range(self.pipes),
+            }
+        )
+        operation = Signal(operation_layout)
+        open_index = Signal(index_shape)
+        row_index = Signal(index_shape)
+        counts_per_pipe = [
+            Mux(self.counts[bank] < per_pipe, self.counts[bank], per_pipe) for bank in range(BANKS)
+        ]
+
+        def last(index, bank):
+            return index + 1 == Mux(bank, counts_per_pipe[1], counts_per_pipe[0])
+
+        m.d.comb += self.reads.ready.eq(1)
+        with m.If(self.reads.valid):
+            m.d.comb += [
+                operation.read.eq(1),
+                operation.bank.eq(self.reads.payload.bank),
+                Cat(operation.index, operation.pipe).eq(self.reads.payload.query),
+            ]
+        with m.Elif(self.openings.valid):
+            m.d.comb += [
+                operation.open.eq(1),
+                operation.bank.eq(self.openings.payload.bank),
+                operation.index.eq(open_index),
+                self.openings.ready.eq(last(open_index, self.openings.payload.bank)),
+            ]
+            m.d.sync += open_index.eq(Mux(self.openings.ready, 0, open_index + 1))
+        with m.Elif(queue.o.valid):
+            m.d.comb += [
+                operation.row.eq(1),
+                operation.bank.eq(row.bank),
+                operation.index.eq(row_index),
+                operation.last.eq(last(row_index, row.bank)),
+                queue.o.ready.eq(operation.last),
+            ]
+            m.d.sync += row_index.eq(Mux(operation.last, 0, row_index + 1))
+        m.d.comb += self.row_taken.eq(queue.o.ready & queue.o.valid)
+
+        at = [operation]
+        for cycle in range(1, self.read_cycles + 1):
+            delayed = Signal(operation_layout, name=f"operation_{cycle}")
+            m.d.sync += delayed.eq(at[-1])
+            at.append(delayed)
+        at_score, at_weight = at[1], at[self.weigh_cycles]
+        at_limb, at_read = at[self.read_cycles - 1], at[self.read_cycles]
+
+        factor = Signal(Factor, reset_less=True)
+        m.d.sync += factor.eq(Mux(operation.bank, self.factors[1], self.factors[0]))
+        write_slot = Signal(range(WEIGHT_SLOTS))
+        with m.If(at_weight.row & at_weight.last):
+            m.d.sync += write_slot.eq(write_slot + 1)
+        m.d.comb += self.row_weighed.eq(at_weight.row & at_weight.last)
+
+        tops, highs, lows, nans = [], [], [], []
+        for pipe in range(self.pipes):
+            own = range(pipe * per_pipe, (pipe + 1) * per_pipe)
+            dot = Signal(DotProduct, reset_less=True, name=f"dot_{pipe}")
+            sink = Signal(FLOAT_BITS, reset_less=True, name=f"sink_{pipe}")
+            with m.Switch(operation.index):
+                for index, query in enumerate(own):
+                    with m.Case(index):
+                        m.d.sync += [
+                            dot.eq(row.dots[query]),
+                            sink.eq(self.openings.payload.values[query]),
+                        ]
+            no_sink = Signal(name=f"no_sink_{pipe}", reset_less=True)
+            m.d.sync += no_sink.eq(operation.open & ~self.openings.payload.sinks)
+            m.submodules[f"score_{pipe}"] = score = ScorePipe()
+            m.submodules[f"weight_{pipe}"] = pipeline = WeightPipe()
+            m.d.comb += [
+                score.dot.eq(dot),
+                score.factor.eq(factor),
+                score.is_sink.eq(at_score.open),
+                score.sink.eq(Mux(no_sink, _NO_SINK, sink)),
+                pipeline.score.eq(score.score),
+                pipeline.dropped.eq(score.dropped),
+            ]
+            weight = pipeline.weight
+            nan = score.nan
+            for cycle in range(WeightPipe.latency_cycles):
+                delayed = Signal(name=f"nan_{pipe}_{cycle}", reset_less=True)
+                m.d.sync += delayed.eq(nan)
+                nan = delayed
+
+            for index, query in enumerate(own):
+                m.submodules[f"weights_{query}"] = store = memory.Memory(
+                    shape=Weight, depth=WEIGHT_SLOTS, init=[]
+                )
+                read, write = store.read_port(domain="comb"), store.write_port()
+                m.d.comb += [
+                    read.addr.eq(self.slot),
+                    self.weights[query].eq(read.data),
+                    write.addr.eq(write_slot),
+                    write.data.eq(weight),
+                    write.en.eq(at_weight.row & (at_weight.index == index)),
+                ]
+
+            m.submodules[f"denominators_{pipe}"] = sums = BinnedAccumulator(
+                states=BANKS * per_pipe, limb_delay_cycles=1 + TermAligner.latency_cycles
+            )
+            m.submodules[f"aligner_{pipe}"] = aligner = TermAligner(significand_bits=WEIGHT_BITS)
+            significand = Signal(WEIGHT_BITS, reset_less=True, name=f"significand_{pipe}")
+            offset = Signal(OFFSET_BITS, reset_less=True, name=f"offset_{pipe}")
+            m.d.sync += [significand.eq(weight.significand), offset.eq(weight.exponent[:OFFSET_BITS])]
+            m.d.comb += [
+                sums.add.eq(at_weight.row | at_weight.open),
+                sums.first.eq(at_weight.open),
+                sums.address.eq(Cat(at_weight.bank, at_weight.index)),
+                sums.top.eq(
+                    Mux(weight.significand[-1], weight.exponent >> OFFSET_BITS, empty_top(HELD_TOP_BITS))
+                ),
+                aligner.significand.eq(significand),
+                aligner.offset.eq(offset),
+                aligner.select.eq(sums.select),
+                sums.limb_add.eq(at_limb.row | at_limb.open),
+                sums.limb_address.eq(Cat(at_limb.bank, at_limb.index)),
+                sums.high.eq(aligner.high),
+                sums.low.eq(aligner.low),
+            ]
+            m.submodules[f"nans_{pipe}"] = kept = memory.Memory(shape=1, depth=BANKS * per_pipe, init=[])
+            read, write = kept.read_port(domain="comb"), kept.write_port()
+            m.d.comb += [
+                read.addr.eq(sums.address),
+                write.addr.eq(sums.address),
+                write.en.eq(sums.add),
+                write.data.eq((read.data & ~sums.first) | nan),
+            ]
+            tops.append(sums.held_top)
+            nans.append(read.data)
+            highs.append(sums.held_high)
+            lows.append(sums.held_low)
+
+        def selected(at_stage, values, cycles):
+            register = Signal(values[0].shape(), reset_less=True)
+            with m.Switch(at_stage.pipe):
+                for pipe, value in enumerate(values):
+                    with m.Case(pipe):
+                        m.d.sync += register.eq(value)
+            for _ in range(cycles - 1):
+                delayed = Signal(values[0].shape(), reset_less=True)
+                m.d.sync += delayed.eq(register)
+                register = delayed
+            return register
+
+        limb_cycles = 1 + TermAligner.latency_cycles
+        top = selected(at_weight, tops, limb_cycles + 1)
+        m.d.comb += [
+            self.denominator_valid.eq(at_read.read),
+            self.denominator.some.eq(top != empty_top(HELD_TOP_BITS)),
+            self.denominator.top.eq(top),
+            self.denominator.high.eq(selected(at_limb, highs, 1)),
+            self.denominator.low.eq(selected(at_limb, lows, 1)),
+            self.query_nan.eq(selected(at_weight, nans, limb_cycles + 1)),
+        ]
+        return m
+
+
+_NO_SINK = 0xFF800000
+"""-Inf adds nothing."""

@@ -1,0 +1,210 @@
+"""The order of lines: which K and V rows are read when.
+
+Rows come in blocks of at most BLOCK_ROWS of one page. K blocks run ahead of V blocks as far as the weight
+store has slots for their rows, so that weights are there when V comes. Blocks follow each other across
+pages and passes.
+"""
+
+from amaranth.hdl import Module, Mux, Signal
+from amaranth.lib import data, enum, stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from ..common.queue import Queue
+from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, TENANT_BITS, PageItem, ReadRequest
+from .array import BANKS, row_lines
+from .scoring import WEIGHT_SLOTS
+
+BLOCK_ROWS = 16
+VALUE_BLOCKS = 16
+"""V blocks that wait for their turn."""
+
+
+class LineKind(enum.Enum, shape=2):
+    """What comes next in the order of lines."""
+
+    K = 0
+    V = 1
+    K_END = 2  # no line: the pass has no more K
+    V_END = 3  # no line: the pass has no more V
+
+
+def line_tag(lanes):
+    """What is known of a line before it comes."""
+    return data.StructLayout(
+        {
+            "kind": LineKind,
+            "line": range(row_lines(lanes)),  # position in the row
+            "last": 1,  # last line of the row
+            "page": PAGE_BITS,
+        }
+    )
+
+
+def geometry(lanes):
+    """What the order of a pass's lines depends on."""
+    return data.StructLayout(
+        {
+            "tenant": TENANT_BITS,
+            "k_last": range(row_lines(lanes)),  # last line of a K row
+            "v_last": range(row_lines(lanes)),
+        }
+    )
+
+
+class _Block(data.Struct):
+    """Rows that are streamed in one go; without rows, the end of a pass."""
+
+    end: 1
+    line: LINE_ADDRESS_BITS
+    rows: range(BLOCK_ROWS + 1)
+    page: PAGE_BITS
+
+
+class Streamer(wiring.Component):
+    """Asks for one line per cycle, `request_cycles` after a page came; waits for memory and for a place.
+
+    A line takes one of `depth` places until it is taken from `tags`, so that there is always room for the
+    answer.
+
+    Parameters
+    ----------
+    lanes : elements of a line.
+    depth : lines asked for and not yet taken, at most.
+
+    Members
+    -------
+    pages : In(stream) : pages to stream, and ends of passes.
+    start : In : the bank has a new pass, whose pages may be streamed.
+    geometry : In : of each bank's pass, from the cycle of `start` until its last line was taken.
+    requests : Out(stream) : reads of lines.
+    tags : Out(stream) : what the lines are, in the order of the requests; ends of passes stand between.
+    busy : Out : there is something to stream.
+    """
+
+    request_cycles = 3
+
+    def __init__(self, *, lanes, depth):
+        self.lanes = lanes
+        self.depth = depth
+        super().__init__(
+            {
+                "pages": In(stream.Signature(PageItem)),
+                "start": In(BANKS),
+                "geometry": In(data.ArrayLayout(geometry(lanes), BANKS)),
+                "requests": Out(stream.Signature(ReadRequest)),
+                "tags": Out(stream.Signature(line_tag(lanes))),
+                "busy": Out(1),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        m.submodules.values = values = Queue(shape=_Block, depth=VALUE_BLOCKS)
+        m.submodules.requests = requests = Queue(shape=ReadRequest, depth=2)
+        m.submodules.tags = tags = Queue(shape=line_tag(self.lanes), depth=self.depth)
+        wiring.connect(m, requests.o, wiring.flipped(self.requests))
+        wiring.connect(m, tags.o, wiring.flipped(self.tags))
+
+        # the page whose blocks come next
+        item, item_valid = Signal(PageItem), Signal()
+        startable = Signal(BANKS)
+        m.d.sync += startable.eq(startable | self.start)
+        m.d.comb += self.pages.ready.eq(~item_valid)
+        with m.If(self.pages.valid & self.pages.ready):
+            m.d.sync += [item.eq(self.pages.payload), item_valid.eq(1)]
+
+        # one block of each kind under way, one of them at a time
+        banks = {kind: Signal(name=f"{kind}_bank") for kind in ("k", "v")}
+        blocks = {kind: Signal(_Block, name=f"{kind}_block") for kind in ("k", "v")}
+        line = Signal(range(row_lines(self.lanes)))
+        now = Signal(geometry(self.lanes))  # of the block under way
+        active, is_v = Signal(), Signal()
+        block, bank_last = Signal(_Block), Signal.like(line)
+        m.d.comb += [
+            block.eq(Mux(is_v, blocks["v"], blocks["k"])),
+            bank_last.eq(Mux(is_v, now.v_last, now.k_last)),
+        ]
+        row_end, block_end, step = Signal(), Signal(), Signal()
+        m.d.comb += [
+            row_end.eq(line == bank_last),
+            block_end.eq(block.end | (row_end & (block.rows == 1))),
+            step.eq(active & requests.i.ready & tags.i.ready),
+            requests.i.valid.eq(step & ~block.end),
+            requests.i.payload.line.eq(block.line),
+            requests.i.payload.tenant.eq(now.tenant),
+            tags.i.valid.eq(step),
+            tags.i.payload.kind.eq(
+                Mux(
+                    block.end,
+                    Mux(is_v, LineKind.V_END, LineKind.K_END),
+                    Mux(is_v, LineKind.V, LineKind.K),
+                )
+            ),
+            tags.i.payload.line.eq(line),
+            tags.i.payload.last.eq(row_end),
+            tags.i.payload.page.eq(block.page),
+        ]
+        with m.If(step):
+            m.d.sync += line.eq(Mux(block_end | row_end, 0, line + 1))
+            for kind, here in (("k", ~is_v), ("v", is_v)):
+                with m.If(here):
+                    m.d.sync += [
+                        blocks[kind].line.eq(blocks[kind].line + 1),
+                        blocks[kind].rows.eq(blocks[kind].rows - row_end),
+                        banks[kind].eq(banks[kind] ^ block.end),
+                    ]
+
+        # what comes next
+        slots = Signal(range(WEIGHT_SLOTS + 1), init=WEIGHT_SLOTS)
+        next_rows = Signal(range(BLOCK_ROWS + 1))
+        k_bank = Signal()
+        k_ready, v_ready, choose = Signal(), Signal(), Signal()
+        k_geometry = Signal(geometry(self.lanes))
+        m.d.comb += [
+            next_rows.eq(Mux(item.last, 0, Mux(item.rows < BLOCK_ROWS, item.rows, BLOCK_ROWS))),
+            # the end of a pass may be under way
+            k_bank.eq(banks["k"] ^ (active & ~is_v & block.end)),
+            k_geometry.eq(Mux(k_bank, self.geometry[1], self.geometry[0])),
+            k_ready.eq(
+                item_valid & Mux(k_bank, startable[1], startable[0]) & values.i.ready & (next_rows <= slots)
+            ),
+            v_ready.eq(values.o.valid),
+            choose.eq(~active | (step & block_end)),
+            values.i.payload.end.eq(item.last),
+            values.i.payload.line.eq(item.v_line),
+            values.i.payload.rows.eq(next_rows),
+            values.i.payload.page.eq(item.page),
+        ]
+        with m.If(choose):
+            m.d.sync += active.eq(k_ready | v_ready)
+            with m.If(k_ready):
+                m.d.comb += values.i.valid.eq(1)
+                with m.If(item.last):
+                    m.d.sync += startable.eq((startable | self.start) & ~Mux(k_bank, 2, 1))
+                m.d.sync += [
+                    is_v.eq(0),
+                    now.eq(k_geometry),
+                    blocks["k"].end.eq(item.last),
+                    blocks["k"].line.eq(item.k_line),
+                    blocks["k"].rows.eq(next_rows),
+                    blocks["k"].page.eq(item.page),
+                    slots.eq(slots - next_rows),
+                    item.rows.eq(item.rows - BLOCK_ROWS),
+                    item.k_line.eq(item.k_line + ((k_geometry.k_last + 1) << _BLOCK_SHIFT)),
+                    item.v_line.eq(item.v_line + ((k_geometry.v_last + 1) << _BLOCK_SHIFT)),
+                    item_valid.eq(~item.last & (item.rows > BLOCK_ROWS)),
+                ]
+            with m.Elif(v_ready):
+                v_bank = banks["v"] ^ (active & is_v & block.end)
+                m.d.comb += values.o.ready.eq(1)
+                m.d.sync += [
+                    is_v.eq(1),
+                    now.eq(Mux(v_bank, self.geometry[1], self.geometry[0])),
+                    blocks["v"].eq(values.o.payload),
+                    slots.eq(slots + values.o.payload.rows),
+                ]
+        m.d.comb += self.busy.eq(item_valid | active | values.o.valid | self.requests.valid)
+        return m
+
+
+_BLOCK_SHIFT = BLOCK_ROWS.bit_length() - 1

@@ -1,0 +1,143 @@
+"""The attention unit beside a memory channel: streams K and V rows, and sends exact partial sums."""
+
+from amaranth.hdl import Module, Signal
+from amaranth.lib import stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from ..common.queue import Queue
+from ..interfaces import PageItem, QueryLine, ReadResponse, UnitJob, UnitMemory, partial_beat
+from .array import BANKS, Array
+from .drain import Drain
+from .issue import Issue
+from .loader import Loader
+from .scoring import Scoring
+from .streamer import Streamer
+
+COUNTER_BITS = 64
+COUNTERS = ("unit_lines", "unit_busy", "unit_no_data", "unit_wait", "partial_beats")
+
+
+class AttentionUnit(wiring.Component):
+    """Sums K and V rows of passes, one line per cycle; see docs/numerics.md sections 2 to 5 for the sums.
+
+    Parameters
+    ----------
+    lanes : elements of a line; 32 takes the memory's whole line per cycle, fewer only its low part.
+    queries : query heads kept per pass.
+    finish_lanes : lanes of a partial beat.
+    fifo_depth : lines asked for and not yet taken; for full rate at least the memory's latency plus 8.
+    weight_pipes : score and weight pipes; by default one for four queries, which keeps pace with rows of
+        two lines of K and two of V.
+
+    Members
+    -------
+    jobs, queries, pages : In(stream) : passes, their query lines, their pages.
+    memory : Out(UnitMemory) : the private read port.
+    partials : Out(stream) : partial beats, passes in order.
+    unit_lines, unit_busy, unit_no_data, unit_wait, partial_beats : Out(64) : counters, see `abi.window`.
+
+    The way of a line: `Streamer` asks for it, `Issue` takes it when queries (K) or weights (V) are there,
+    and from there on nothing waits: `Array` multiplies and sums, rows of dot products go through `Scoring`,
+    whose weights come back to the array with the row's V. `Loader` fills one bank of queries while the
+    other is in use, `Drain` empties one bank of sums while the other is filled. Operations that meet in a
+    memory (query lines, sinks, reads of sums) take the lines' own pipelines, so that their order is the
+    order in which they entered.
+    """
+
+    def __init__(self, *, lanes=32, queries=4, finish_lanes=2, fifo_depth=64, weight_pipes=None):
+        if not isinstance(fifo_depth, int) or fifo_depth < 4:
+            raise ValueError(f"fifo_depth must be an integer of at least 4, not {fifo_depth!r}")
+        self.lanes = lanes
+        self.query_heads = queries
+        self.finish_lanes = finish_lanes
+        self.fifo_depth = fifo_depth
+        self.weight_pipes = -(-queries // 4) if weight_pipes is None else weight_pipes
+        self._array = Array(lanes=lanes, queries=queries, finish_lanes=finish_lanes)
+        self._scoring = Scoring(queries=queries, pipes=self.weight_pipes)
+        super().__init__(
+            {
+                "jobs": In(stream.Signature(UnitJob)),
+                "queries": In(stream.Signature(QueryLine)),
+                "pages": In(stream.Signature(PageItem)),
+                "memory": Out(UnitMemory()),
+                "partials": Out(stream.Signature(partial_beat(finish_lanes))),
+                **{name: Out(COUNTER_BITS) for name in COUNTERS},
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        shape = {"lanes": self.lanes, "queries": self.query_heads, "finish_lanes": self.finish_lanes}
+        m.submodules.array = array = self._array
+        m.submodules.scoring = scoring = self._scoring
+        m.submodules.loader = loader = Loader(lanes=self.lanes, queries=self.query_heads)
+        m.submodules.streamer = streamer = Streamer(lanes=self.lanes, depth=self.fifo_depth)
+        m.submodules.issue = issue = Issue(**shape)
+        m.submodules.drain = drain = Drain(**shape)
+        m.submodules.jobs = jobs = Queue(shape=UnitJob, depth=2)
+        m.submodules.query_lines = query_lines = Queue(shape=QueryLine, depth=4)
+        m.submodules.pages = pages = Queue(shape=PageItem, depth=4)
+        m.submodules.lines = lines = Queue(shape=ReadResponse, depth=self.fifo_depth)
+        flipped = wiring.flipped
+        wiring.connect(m, flipped(self.jobs), jobs.i)
+        wiring.connect(m, flipped(self.queries), query_lines.i)
+        wiring.connect(m, flipped(self.pages), pages.i)
+        wiring.connect(m, jobs.o, loader.jobs)
+        wiring.connect(m, query_lines.o, loader.queries)
+        wiring.connect(m, pages.o, streamer.pages)
+        wiring.connect(m, streamer.requests, flipped(self.memory.request))
+        wiring.connect(m, streamer.tags, issue.tags)
+        wiring.connect(m, lines.o, issue.lines)
+        wiring.connect(m, loader.loads, issue.loads)
+        wiring.connect(m, loader.openings, scoring.openings)
+        wiring.connect(m, drain.denominator_reads, scoring.reads)
+        wiring.connect(m, drain.lane_reads, issue.reads)
+        wiring.connect(m, drain.partials, flipped(self.partials))
+        m.d.comb += [
+            lines.i.valid.eq(self.memory.response.valid),
+            lines.i.payload.eq(self.memory.response.payload),
+            loader.freed.eq(drain.freed),
+            streamer.start.eq(loader.start),
+            issue.loaded.eq(loader.loaded),
+            issue.passes.eq(loader.passes),
+            issue.row_taken.eq(scoring.row_taken),
+            issue.row_weighed.eq(scoring.row_weighed),
+            array.operation.eq(issue.operation),
+            array.line.eq(issue.line),
+            array.present.eq(issue.present),
+            array.weights.eq(scoring.weights),
+            scoring.slot.eq(issue.slot),
+            scoring.row_valid.eq(array.row_valid),
+            scoring.row.eq(array.row),
+            drain.ended.eq(issue.ended),
+            drain.passes.eq(loader.passes),
+            drain.taken.eq(issue.taken),
+            drain.taken_value.eq(issue.taken_value),
+            drain.taken_bank.eq(issue.taken_bank),
+            drain.taken_fault.eq(issue.taken_fault),
+            drain.taken_page.eq(issue.taken_page),
+            drain.denominator_valid.eq(scoring.denominator_valid),
+            drain.denominator.eq(scoring.denominator),
+            drain.query_nan.eq(scoring.query_nan),
+            drain.lanes_valid.eq(array.read_valid),
+            drain.lanes_read.eq(array.lanes_read),
+        ]
+        for bank in range(BANKS):
+            m.d.comb += [
+                streamer.geometry[bank].eq(loader.passes[bank].geometry),
+                scoring.factors[bank].eq(loader.passes[bank].factor),
+                scoring.counts[bank].eq(loader.passes[bank].queries),
+            ]
+
+        busy = Signal()
+        m.d.comb += busy.eq(streamer.busy | streamer.tags.valid)
+        for name, event in (
+            ("unit_lines", issue.taken),
+            ("unit_busy", busy),
+            ("unit_no_data", busy & ~lines.o.valid),
+            ("unit_wait", issue.waiting),
+            ("partial_beats", self.partials.valid & self.partials.ready),
+        ):
+            counter = getattr(self, name)
+            m.d.sync += counter.eq(counter + event)
+        return m

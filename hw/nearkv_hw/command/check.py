@@ -1,0 +1,205 @@
+"""The check of everything that a descriptor's own line tells."""
+
+from amaranth.hdl import Cat, Module, Signal
+from amaranth.lib import data, stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from ..abi.descriptor import (
+    ATTEND,
+    CLAIM,
+    DESCRIPTOR_VERSION,
+    FLAG_SINKS,
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    MAX_PAGE_ROWS_LOG2,
+    MAX_VALUE_DIM,
+    MIN_PAGE_ROWS_LOG2,
+    NOP,
+    Opcode,
+    Status,
+)
+from ..abi.formats import QUERY_FORMATS, OutputForm
+from ..abi.lines import LINE_SHIFT
+from ..interfaces import ReadRequest
+from ..structs import layout_of
+from .records import Checked, Posted
+
+_EXPONENT = slice(23, 31)  # of a float32
+
+
+class Check(wiring.Component):
+    """Judges descriptors one after the other, in the order of the `Status` codes up to BAD_ADDRESS.
+
+    Parameters
+    ----------
+    capacity_lines : lines of the device's memory, a power of two.
+
+    Members
+    -------
+    i : In(stream(Posted)) : descriptors.
+    tables : Out(stream(ReadRequest)) : for every good attention job the read of its table's header.
+    o : Out(stream(Checked)) : every descriptor; a status other than OK ends it.
+    idle : In(1) : no descriptor that went out is still unfinished.
+
+    A claim and a NOP go out when everything before them is finished, and what follows waits for their end: a
+    job sees the extents as its place in the ring says. Latency is 3 cycles, throughput one descriptor in 4
+    cycles.
+    """
+
+    latency_cycles = 3
+
+    def __init__(self, *, capacity_lines):
+        if capacity_lines < 1 or capacity_lines & (capacity_lines - 1):
+            raise ValueError(f"capacity_lines must be a power of two, not {capacity_lines!r}")
+        self.capacity_lines = capacity_lines
+        super().__init__(
+            {
+                "i": In(stream.Signature(Posted)),
+                "tables": Out(stream.Signature(ReadRequest)),
+                "o": Out(stream.Signature(Checked)),
+                "idle": In(1),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        attend = data.View(layout_of(ATTEND), self.i.payload.line)
+        claim = data.View(layout_of(CLAIM), self.i.payload.line)
+        is_attend = attend.opcode == Opcode.ATTEND
+        faults = {  # in the order in which they are reported
+            Status.BAD_VERSION: attend.version != DESCRIPTOR_VERSION,
+            Status.BAD_OPCODE: ~_among(attend.opcode, Opcode),
+            Status.BAD_FLAGS: self._bad_flags(attend),
+            Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend),
+            Status.BAD_FORMAT: is_attend & _bad_format(attend),
+            Status.BAD_FACTOR: is_attend & attend.score_factor[_EXPONENT].all(),
+            Status.BAD_ADDRESS: is_attend & self._bad_address(attend),
+        }
+        found = Signal(len(faults))
+        status = Signal(Status)
+        attends, claims = Signal(), Signal()
+        sent, asked = Signal(), Signal()
+        fence = ~attends & (status == Status.OK)
+
+        ticket, job, extents = self.o.payload.ticket, self.o.payload.job, self.o.payload.claim
+        m.d.comb += [
+            self.o.payload.attends.eq(attends),
+            self.o.payload.claims.eq(claims),
+            ticket.tenant.eq(self.i.payload.tenant),
+            ticket.index.eq(self.i.payload.index),
+            ticket.fetched.eq(self.i.payload.fetched),
+            ticket.tag.eq(attend.tag),
+            ticket.status.eq(status),
+            job.tenant.eq(self.i.payload.tenant),
+            job.form.eq(attend.output_form),
+            job.sinks.eq((attend.flags & FLAG_SINKS) != 0),
+            extents.tenant.eq(self.i.payload.tenant),
+            extents.first_extent.eq(claim.first_extent),
+            extents.extent_count.eq(claim.extent_count),
+            self.tables.payload.line.eq(job.table_line),
+            self.tables.payload.tenant.eq(self.i.payload.tenant),
+        ]
+        for name in ("table", "queries", "result", "sinks"):
+            m.d.comb += job[f"{name}_line"].eq(attend[name] >> LINE_SHIFT)
+        for name in (
+            *("row_begin", "row_end", "score_factor", "head_dim", "value_dim", "group", "page_rows_log2"),
+            *("k_format", "v_format", "query_format", "kv_head"),
+        ):
+            m.d.comb += job[name].eq(attend[name])
+
+        with m.FSM():
+            with m.State("TEST"):
+                m.d.sync += [
+                    found.eq(Cat(faults.values())),
+                    attends.eq(is_attend),
+                    claims.eq(attend.opcode == Opcode.CLAIM_EXTENTS),
+                    sent.eq(0),
+                ]
+                with m.If(self.i.valid):
+                    m.next = "JUDGE"
+            with m.State("JUDGE"):
+                m.d.sync += status.eq(Status.OK)
+                for n, fault in reversed(list(enumerate(faults))):
+                    with m.If(found[n]):
+                        m.d.sync += status.eq(fault)
+                m.d.sync += [
+                    attends.eq(attends & ~found.any()),
+                    claims.eq(claims & ~found.any()),
+                    asked.eq(~(attends & ~found.any())),
+                ]
+                m.next = "SEND"
+            with m.State("SEND"):
+                m.d.comb += [
+                    self.tables.valid.eq(~asked),
+                    self.o.valid.eq(~sent & (self.idle | ~fence)),
+                ]
+                with m.If(self.tables.valid & self.tables.ready):
+                    m.d.sync += asked.eq(1)
+                with m.If(self.o.valid & self.o.ready):
+                    m.d.sync += sent.eq(1)
+                with m.If((asked | self.tables.ready) & self.o.valid & self.o.ready):
+                    m.next = "TAKE"
+                with m.If((asked | self.tables.ready) & sent):
+                    m.next = "TAKE"
+            with m.State("TAKE"):
+                # By now `idle` tells of what just went out.
+                with m.If(self.idle | ~fence):
+                    m.d.comb += self.i.ready.eq(1)
+                    m.next = "TEST"
+        return m
+
+    def _bad_flags(self, attend):
+        """A flag that the opcode has not, or a reserved field that is not zero."""
+        line = self.i.payload.line
+        allowed = (attend.opcode == Opcode.ATTEND) & (attend.flags == FLAG_SINKS)
+        reserved = (
+            ((attend.opcode == Opcode.NOP) & (line & NOP.reserved_mask()).any())
+            | ((attend.opcode == Opcode.CLAIM_EXTENTS) & (line & CLAIM.reserved_mask()).any())
+            | (
+                (attend.opcode == Opcode.ATTEND)
+                & ((line & ATTEND.reserved_mask()).any() | attend.output_scale.any())
+            )
+        )
+        return (attend.flags.any() & ~allowed) | reserved
+
+    def _bad_address(self, attend):
+        """A part of the job that starts at no whole line, or beyond the memory."""
+        sinks = (attend.flags & FLAG_SINKS) != 0
+        return (
+            self._outside(attend.table)
+            | self._outside(attend.queries)
+            | self._outside(attend.result)
+            | (sinks & self._outside(attend.sinks))
+        )
+
+    def _outside(self, address):
+        capacity_shift = LINE_SHIFT + self.capacity_lines.bit_length() - 1
+        return address[:LINE_SHIFT].any() | address[capacity_shift:].any()
+
+
+def _among(value, choices):
+    return Cat(value == int(choice) for choice in choices).any()
+
+
+def _bad_geometry(attend):
+    return Cat(
+        attend.head_dim == 0,
+        attend.head_dim > MAX_HEAD_DIM,
+        attend.value_dim == 0,
+        attend.value_dim > MAX_VALUE_DIM,
+        attend.group == 0,
+        attend.group > MAX_GROUP,
+        attend.query_rows != 1,
+        attend.page_rows_log2 < MIN_PAGE_ROWS_LOG2,
+        attend.page_rows_log2 > MAX_PAGE_ROWS_LOG2,
+    ).any()
+
+
+def _bad_format(attend):
+    codes = [f.code for f in QUERY_FORMATS.values()]  # version 1: rows have the formats of queries
+    return Cat(
+        ~_among(attend.k_format, codes),
+        ~_among(attend.v_format, codes),
+        ~_among(attend.query_format, codes),
+        ~_among(attend.output_form, OutputForm),
+    ).any()

@@ -1,0 +1,130 @@
+"""What travels between the blocks of the command path.
+
+A descriptor becomes a `Posted` line, a `Checked` one, and then a `Ticket` (for the completion record) and,
+when it is a good attention job, a `Job`, which is split into passes.
+"""
+
+from amaranth.lib import data
+
+from ..abi.descriptor import CLAIM, Status
+from ..abi.formats import OutputForm
+from ..abi.lines import LINE_BITS
+from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, TENANT_BITS
+
+PASSES_BITS = 8
+"""Passes of a job: at most `MAX_GROUP`, when a unit keeps one query."""
+EXTENT_BITS = CLAIM["first_extent"].width
+RUN_BITS = 19
+"""Lines of a run of reads: a page table of 2^21 entries has 2^18 lines."""
+
+
+class Posted(data.Struct):
+    """A descriptor as it was taken from its ring."""
+
+    tenant: TENANT_BITS
+    index: 32  # descriptors of this ring before this one
+    fetched: 32  # cycle in which it was taken
+    line: LINE_BITS
+
+
+class Job(data.Struct):
+    """An attention job whose descriptor is good. Addresses are lines of the device."""
+
+    tenant: TENANT_BITS
+    table_line: LINE_ADDRESS_BITS
+    queries_line: LINE_ADDRESS_BITS
+    result_line: LINE_ADDRESS_BITS
+    sinks_line: LINE_ADDRESS_BITS
+    row_begin: 32
+    row_end: 32
+    entry_lines: 30  # lines of one head's entries; known once the table's header is
+    score_factor: 32
+    head_dim: 10
+    value_dim: 10
+    group: 8
+    page_rows_log2: 4
+    k_format: 4
+    v_format: 4
+    query_format: 2
+    form: OutputForm
+    kv_head: 11
+    sinks: 1
+
+
+class Claim(data.Struct):
+    """Extents to take."""
+
+    tenant: TENANT_BITS
+    first_extent: EXTENT_BITS
+    extent_count: EXTENT_BITS
+
+
+class Ticket(data.Struct):
+    """What the completer must know of a descriptor; one per descriptor, in the order of the records."""
+
+    tenant: TENANT_BITS
+    index: 32
+    fetched: 32
+    tag: 32
+    status: Status
+    detail: 32
+    passes: PASSES_BITS  # passes that the units run for it; 0 unless it is a good attention job
+
+
+class Checked(data.Struct):
+    """A descriptor with what its own line told: `job` or `claim` is meant by `attends` or `claims`."""
+
+    ticket: Ticket
+    attends: 1
+    claims: 1
+    job: Job
+    claim: Claim
+
+
+class Outcome(data.Struct):
+    """How one part of the walker's work for a pass ended."""
+
+    status: Status
+    page: PAGE_BITS
+
+
+class Completed(data.Struct):
+    """A completion record and the slot that it is for."""
+
+    tenant: TENANT_BITS
+    index: 32
+    failed: 1  # the status is not OK
+    record: LINE_BITS
+
+
+class Run(data.Struct):
+    """Consecutive lines to read, and perhaps one more line elsewhere after them."""
+
+    tenant: TENANT_BITS
+    line: LINE_ADDRESS_BITS
+    count: RUN_BITS
+    extra: 1
+    extra_line: LINE_ADDRESS_BITS
+
+
+class QueryWork(data.Struct):
+    """How the lines of a pass's queries are handed on."""
+
+    lines: 8  # query lines, at most 16 queries of 8 lines
+    sinks: 1
+    sink_slot: 4  # which float32 of the sink line is the pass's first
+
+
+class PageWork(data.Struct):
+    """How the entries of a pass become page items. Offsets are lines from the page's first."""
+
+    empty: 1  # no row is visible
+    first_page: PAGE_BITS
+    last_page: PAGE_BITS
+    first_begin: 14  # first visible row of the first page
+    last_end: 14  # the row after the last visible one of the last page
+    page_rows: 14
+    page_lines: 18
+    v_offset: 17  # first V row of a page
+    k_first: 17  # first visible K row of the first page
+    v_first: 18  # first visible V row of the first page

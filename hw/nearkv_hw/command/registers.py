@@ -1,0 +1,110 @@
+"""The register lines of a command window."""
+
+from amaranth.hdl import Module, Signal
+from amaranth.lib import data, wiring
+from amaranth.lib.wiring import In, Out
+
+from ..abi import ABI_VERSION, DeviceConfig
+from ..abi.config import EXTENT_SHIFT
+from ..abi.lines import LINE_BITS
+from ..abi.numerics import CONTRACT_VERSION
+from ..abi.window import (
+    CHANNEL_COUNTERS,
+    CHANNEL_COUNTERS_LINE,
+    DEVICE_COUNTERS,
+    DEVICE_COUNTERS_LINE,
+    IDENTITY,
+    IDENTITY_LINE,
+    LINK_COUNTERS,
+    LINK_COUNTERS_LINE,
+    MAGIC,
+    RING,
+    RING_LINE,
+)
+from ..interfaces import TENANT_BITS
+from ..structs import layout_of
+
+REGISTER_BITS = 6
+"""Register lines that can be told apart: the last channel's counters are below 64."""
+
+
+class Registers(wiring.Component):
+    """Reads of register lines: what the device is, what it has counted, where the rings stand.
+
+    Parameters
+    ----------
+    config : what the device is made of.
+
+    Members
+    -------
+    read : In(1), line : In(6), aperture : In(3) : a read; a line that holds nothing reads as zero.
+    data : Out(LINE_BITS) : its data, from the next cycle on until the next read.
+    device : In(DEVICE_COUNTERS), link : In(LINK_COUNTERS) : counters of the device and its link.
+    channels : In(CHANNEL_COUNTERS).array(channels) : counters of each channel.
+    rings : In(RING).array(apertures) : state of each aperture's ring.
+
+    A line is read in one cycle, so that its counters belong together.
+    """
+
+    latency_cycles = 1
+
+    def __init__(self, *, config):
+        if not isinstance(config, DeviceConfig):
+            raise TypeError(f"config must be a DeviceConfig, not {config!r}")
+        self.config = config
+        super().__init__(
+            {
+                "read": In(1),
+                "line": In(REGISTER_BITS),
+                "aperture": In(TENANT_BITS),
+                "data": Out(LINE_BITS),
+                "device": In(layout_of(DEVICE_COUNTERS)),
+                "link": In(layout_of(LINK_COUNTERS)),
+                "channels": In(layout_of(CHANNEL_COUNTERS)).array(config.channels),
+                "rings": In(layout_of(RING)).array(config.apertures),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        held = Signal(LINE_BITS, reset_less=True)
+        identity = Signal(layout_of(IDENTITY), init=identity_values(self.config))
+        ring = Signal(layout_of(RING))
+        m.d.comb += self.data.eq(held)
+        with m.Switch(self.aperture):
+            for n, aperture_ring in enumerate(self.rings):
+                with m.Case(n):
+                    m.d.comb += ring.eq(aperture_ring)
+        with m.If(self.read):
+            with m.Switch(self.line):
+                with m.Case(IDENTITY_LINE):
+                    m.d.sync += held.eq(identity)
+                    m.d.sync += data.View(layout_of(IDENTITY), held).aperture.eq(self.aperture)
+                with m.Case(DEVICE_COUNTERS_LINE):
+                    m.d.sync += held.eq(self.device)
+                with m.Case(LINK_COUNTERS_LINE):
+                    m.d.sync += held.eq(self.link)
+                with m.Case(RING_LINE):
+                    m.d.sync += held.eq(ring)
+                for n, counters in enumerate(self.channels):
+                    with m.Case(CHANNEL_COUNTERS_LINE + n):
+                        m.d.sync += held.eq(counters)
+                with m.Default():
+                    m.d.sync += held.eq(0)
+        return m
+
+
+def identity_values(config):
+    """The identity line's fields for a configuration; the aperture is the reader's."""
+    given = {
+        "magic": MAGIC,
+        "abi_version": ABI_VERSION,
+        "contract_version": CONTRACT_VERSION,
+        "aperture": 0,
+        "extent_shift": EXTENT_SHIFT,
+    }
+    return {
+        field.name: given[field.name] if field.name in given else int(getattr(config, field.name))
+        for field in IDENTITY
+        if not field.reserved
+    }

@@ -1,0 +1,282 @@
+"""The command window: rings, doorbells and register lines, one window per aperture."""
+
+from amaranth.hdl import Cat, Module, Mux, Signal
+from amaranth.lib import enum, memory, stream, wiring
+from amaranth.lib.wiring import In, Out
+from amaranth.utils import ceil_log2
+
+from ..abi import DeviceConfig
+from ..abi.descriptor import COMPLETION_BYTES, DESCRIPTOR_BYTES
+from ..abi.lines import LINE_BITS, LINE_BYTES
+from ..abi.window import (
+    CHANNEL_COUNTERS,
+    COMPLETIONS_OFFSET,
+    DESCRIPTORS_OFFSET,
+    DEVICE_COUNTERS,
+    DOORBELL,
+    DOORBELL_OFFSET,
+    LINK_COUNTERS,
+    REGISTERS_OFFSET,
+    WINDOW_BYTES,
+)
+from ..interfaces import REQUEST_ID_BITS, TENANT_BITS, FabricPort
+from ..structs import layout_of
+from .records import Completed, Posted
+from .registers import REGISTER_BITS, Registers
+
+_WINDOW_LINES = WINDOW_BYTES // LINE_BYTES
+_DOORBELL_BYTES = DOORBELL["tail"].width // 8
+
+
+class Part(enum.Enum, shape=2):
+    """Which part of the window a read is answered from."""
+
+    REGISTERS = 0
+    DESCRIPTORS = 1
+    COMPLETIONS = 2
+    NOTHING = 3
+
+
+class CommandWindow(wiring.Component):
+    """Holds the rings of all apertures, posts their descriptors in turn, and answers the host.
+
+    Parameters
+    ----------
+    config : what the device is made of.
+
+    Members
+    -------
+    host : In(FabricPort()) : reads and writes; `line` of the window, `tenant` is the aperture.
+    descriptors : Out(stream(Posted)) : posted descriptors, apertures in turn.
+    completions : In(stream(Completed)) : records to write; always taken.
+    cycles : Out(64) : the device's cycle counter.
+    device : In(DEVICE_COUNTERS) : counters of the endpoint and the violations; what the window counts itself
+        (cycles, jobs, errors) is not looked at.
+    link : In(LINK_COUNTERS), channels : In(CHANNEL_COUNTERS).array(channels) : the others' counters.
+
+    A descriptor slot is written with byte enables; its second line is not kept, as version 1 has no use for
+    it. A poisoned write fills the line with zeros, which is no good descriptor. A doorbell is refused and
+    counted as an error when it is poisoned, partly disabled, or names more descriptors than the ring holds.
+    Completion records and registers cannot be written; what lies between the parts reads as zero.
+
+    One access in two cycles, answered one cycle after it was taken; a descriptor is posted in two cycles.
+    """
+
+    latency_cycles = 1
+    post_latency_cycles = 2
+
+    def __init__(self, *, config):
+        if not isinstance(config, DeviceConfig):
+            raise TypeError(f"config must be a DeviceConfig, not {config!r}")
+        self.config = config
+        super().__init__(
+            {
+                "host": In(FabricPort()),
+                "descriptors": Out(stream.Signature(Posted)),
+                "completions": In(stream.Signature(Completed)),
+                "cycles": Out(64),
+                "device": In(layout_of(DEVICE_COUNTERS)),
+                "link": In(layout_of(LINK_COUNTERS)),
+                "channels": In(layout_of(CHANNEL_COUNTERS)).array(config.channels),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        m.submodules.registers = registers = Registers(config=self.config)
+        refused, completed, failed = Signal(), Signal(), Signal()
+        self._count(m, registers, refused, completed, failed)
+        self._answer(m, registers, refused)
+        self._post(m, registers)
+        self._complete(m, registers, completed, failed)
+        return m
+
+    def _count(self, m, registers, refused, completed, failed):
+        """The counters that the window keeps itself, beside those that it is told."""
+        jobs, errors = Signal(64), Signal(64)
+        m.d.sync += self.cycles.eq(self.cycles + 1)
+        with m.If(completed):
+            m.d.sync += jobs.eq(jobs + 1)
+        with m.If(failed | refused):
+            m.d.sync += errors.eq(errors + failed + refused)
+        m.d.comb += [
+            registers.device.eq(self.device),
+            registers.device.cycles.eq(self.cycles),
+            registers.device.jobs.eq(jobs),
+            registers.device.errors.eq(errors),
+        ]
+        m.d.comb += registers.link.eq(self.link)
+        for theirs, given in zip(registers.channels, self.channels, strict=True):
+            m.d.comb += theirs.eq(given)
+
+    @property
+    def _slots(self):
+        """Slots of all apertures' rings."""
+        return (1 << ceil_log2(self.config.apertures)) * self.config.ring_slots
+
+    def _slot(self, aperture, index):
+        """The address in a ring memory of an aperture's slot."""
+        return Cat(index[: ceil_log2(self.config.ring_slots)], aperture[: ceil_log2(self.config.apertures)])
+
+    def _answer(self, m, registers, refused):
+        """Takes an access in one cycle and answers it from the next on."""
+        request, response = self.host.request, self.host.response
+        access = request.payload
+        line = access.line[: ceil_log2(_WINDOW_LINES)]
+        m.submodules.descriptor_ring = self._descriptor_ring = ring = memory.Memory(
+            shape=LINE_BITS, depth=self._slots, init=[]
+        )
+        m.submodules.completion_ring = self._completion_ring = records = memory.Memory(
+            shape=LINE_BITS, depth=self._slots, init=[]
+        )
+        ring_write, ring_read, records_read = (
+            ring.write_port(granularity=8),
+            ring.read_port(),
+            records.read_port(),
+        )
+
+        slot_lines = DESCRIPTOR_BYTES // LINE_BYTES
+        descriptor = line - DESCRIPTORS_OFFSET // LINE_BYTES
+        record = line - COMPLETIONS_OFFSET // LINE_BYTES
+        in_registers = _within(line, REGISTERS_OFFSET // LINE_BYTES, 1 << REGISTER_BITS)
+        in_descriptors = _within(line, DESCRIPTORS_OFFSET // LINE_BYTES, slot_lines * self.config.ring_slots)
+        in_records = _within(line, COMPLETIONS_OFFSET // COMPLETION_BYTES, self.config.ring_slots)
+        first_line = descriptor[: ceil_log2(slot_lines)] == 0
+
+        busy, take, write = Signal(), Signal(), Signal()
+        part = Signal(Part)
+        request_id, is_write = Signal(REQUEST_ID_BITS, reset_less=True), Signal()
+        m.d.comb += [
+            request.ready.eq(~busy),
+            take.eq(request.valid & ~busy),
+            write.eq(take & access.write),
+            registers.read.eq(take),
+            registers.line.eq(line),
+            registers.aperture.eq(access.tenant),
+            ring_write.addr.eq(self._slot(access.tenant, descriptor >> ceil_log2(slot_lines))),
+            ring_write.data.eq(Mux(access.poison, 0, access.data)),
+            ring_write.en.eq(
+                Mux(write & in_descriptors & first_line, access.enable | access.poison.replicate(64), 0)
+            ),
+            ring_read.en.eq(take),
+            ring_read.addr.eq(ring_write.addr),
+            records_read.en.eq(take),
+            records_read.addr.eq(self._slot(access.tenant, record)),
+            response.valid.eq(busy),
+            response.payload.id.eq(request_id),
+            response.payload.write.eq(is_write),
+        ]
+        with m.Switch(part):
+            for source, value in (
+                (Part.REGISTERS, registers.data),
+                (Part.DESCRIPTORS, ring_read.data),
+                (Part.COMPLETIONS, records_read.data),
+            ):
+                with m.Case(source):
+                    m.d.comb += response.payload.data.eq(value)
+        with m.If(take):
+            m.d.sync += [
+                busy.eq(1),
+                request_id.eq(access.id),
+                is_write.eq(access.write),
+                part.eq(Part.NOTHING),
+            ]
+            with m.If(~access.write):
+                with m.If(in_registers):
+                    m.d.sync += part.eq(Part.REGISTERS)
+                with m.If(in_descriptors & first_line):
+                    m.d.sync += part.eq(Part.DESCRIPTORS)
+                with m.If(in_records & self._is_written(m, registers, access.tenant, record)):
+                    m.d.sync += part.eq(Part.COMPLETIONS)
+        with m.Elif(response.ready):
+            m.d.sync += busy.eq(0)
+
+        doorbell = write & (line == DOORBELL_OFFSET // LINE_BYTES)
+        self._ring_doorbell(m, registers, doorbell, refused)
+
+    def _is_written(self, m, registers, aperture, record):
+        """Whether a record was written since reset: what the memory held before is never shown for one."""
+        written = Signal()
+        slot = record[: ceil_log2(self.config.ring_slots)]
+        for n, ring in enumerate(registers.rings):
+            lapped = Signal(name=f"lapped{n}")
+            with m.If(ring.completed == self.config.ring_slots):
+                m.d.sync += lapped.eq(1)
+            with m.If(aperture == n):
+                m.d.comb += written.eq(lapped | (slot < ring.completed))
+        return written
+
+    def _ring_doorbell(self, m, registers, doorbell, refused):
+        access = self.host.request.payload
+        tail = access.data[DOORBELL.offset("tail") :][: DOORBELL["tail"].width]
+        whole = access.enable[:_DOORBELL_BYTES].all() & ~access.poison
+        for aperture, ring in enumerate(registers.rings):
+            rung = doorbell & (access.tenant == aperture)
+            fits = whole & ((tail - ring.head)[: ring.head.shape().width] <= self.config.ring_slots)
+            stored = Signal(ring.tail.shape(), name=f"tail{aperture}")
+            m.d.comb += ring.tail.eq(stored)
+            with m.If(rung & fits):
+                m.d.sync += stored.eq(tail)
+            with m.If(rung & ~fits):
+                m.d.comb += refused.eq(1)
+
+    def _post(self, m, registers):
+        """Takes descriptors from the rings, apertures in turn."""
+        port = self._descriptor_ring.read_port()
+        apertures = self.config.apertures
+        heads = [Signal(32, name=f"head{n}") for n in range(apertures)]
+        waiting = Signal(apertures)
+        chosen, turn = Signal(TENANT_BITS), Signal(TENANT_BITS)
+        index = Signal(32)
+        out = self.descriptors
+        for n, (head, ring) in enumerate(zip(heads, registers.rings, strict=True)):
+            m.d.comb += [ring.head.eq(head), waiting[n].eq(ring.tail != head)]
+        with m.Switch(turn):  # the aperture after the last one goes first
+            for first in range(apertures):
+                with m.Case(first):
+                    for n in reversed(range(apertures)):
+                        candidate = (first + n) % apertures
+                        with m.If(waiting[candidate]):
+                            m.d.comb += [chosen.eq(candidate), index.eq(heads[candidate])]
+        m.d.comb += [
+            port.addr.eq(self._slot(chosen, index)),
+            out.payload.line.eq(port.data),
+        ]
+        with m.FSM():
+            with m.State("CHOOSE"):
+                m.d.comb += port.en.eq(waiting.any())
+                m.d.sync += [out.payload.tenant.eq(chosen), out.payload.index.eq(index)]
+                m.d.sync += out.payload.fetched.eq(self.cycles)
+                with m.If(waiting.any()):
+                    m.d.sync += turn.eq(Mux(chosen == apertures - 1, 0, chosen + 1))
+                    for n, head in enumerate(heads):
+                        with m.If(chosen == n):
+                            m.d.sync += head.eq(head + 1)
+                    m.next = "POST"
+            with m.State("POST"):
+                m.d.comb += [port.en.eq(0), out.valid.eq(1)]  # the line read stays
+                with m.If(out.ready):
+                    m.next = "CHOOSE"
+
+    def _complete(self, m, registers, completed, failed):
+        """Writes records into the ring of their aperture."""
+        port = self._completion_ring.write_port()
+        completion = self.completions.payload
+        m.d.comb += [
+            self.completions.ready.eq(1),
+            completed.eq(self.completions.valid),
+            failed.eq(self.completions.valid & completion.failed),
+            port.en.eq(self.completions.valid),
+            port.addr.eq(self._slot(completion.tenant, completion.index)),
+            port.data.eq(completion.record),
+        ]
+        for n, ring in enumerate(registers.rings):
+            count = Signal(32, name=f"completed{n}")
+            m.d.comb += ring.completed.eq(count)
+            with m.If(self.completions.valid & (completion.tenant == n)):
+                m.d.sync += count.eq(count + 1)
+
+
+def _within(line, first, count):
+    """Whether a line is one of `count` from `first` on."""
+    return (line >= first) & (line < first + count)

@@ -1,0 +1,124 @@
+"""Merge of the channels' partial streams: exact, lane by lane (docs/numerics.md section 2)."""
+
+from amaranth.hdl import Cat, Module, Mux, Signal, signed
+from amaranth.lib import stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from ..abi.descriptor import Status
+from ..abi.numerics import TOP_BITS
+from ..interfaces import partial_beat
+from .shapes import check_channels, check_finish_lanes
+
+
+def merge_cycles(channels):
+    """Latency of a `Merge` of so many channels."""
+    return channels.bit_length() - 1
+
+
+class Merge(wiring.Component):
+    """Takes one beat of every channel's stream and gives their merge: a tree with a register per level.
+
+    Parameters
+    ----------
+    channels : streams, 1, 2, 4, 8 or 16. All carry the same beats in the same order.
+    finish_lanes : lanes of a beat, 2, 4 or 8.
+
+    Members
+    -------
+    partials : In(stream(partial_beat)) per channel : a beat is taken from all of them at once.
+    merged : Out(stream(partial_beat)) : states merged, flags ORed. In an END beat: status and page of the
+        lowest channel whose status is not OK, and the sum of the lines.
+
+    Latency is log2(channels) cycles (`latency_cycles`), throughput one beat per cycle. Back-pressure stops
+    all levels at once and the channels with them; nothing is lost.
+    """
+
+    def __init__(self, *, channels, finish_lanes):
+        check_channels(channels)
+        check_finish_lanes(finish_lanes)
+        self.channels = channels
+        self.finish_lanes = finish_lanes
+        shape = partial_beat(finish_lanes)
+        super().__init__(
+            {
+                "partials": In(stream.Signature(shape)).array(channels),
+                "merged": Out(stream.Signature(shape)),
+            }
+        )
+
+    @property
+    def latency_cycles(self):
+        """Cycles from a beat of every channel to the merged beat."""
+        return merge_cycles(self.channels)
+
+    def elaborate(self, platform):
+        m = Module()
+        advance = Signal()
+        valid = Signal()
+        m.d.comb += [
+            advance.eq(~self.merged.valid | self.merged.ready),
+            valid.eq(Cat(port.valid for port in self.partials).all()),
+        ]
+        for port in self.partials:
+            m.d.comb += port.ready.eq(valid & advance)
+
+        beats = [port.payload for port in self.partials]
+        level = 0
+        while len(beats) > 1:
+            merged = [
+                Signal(partial_beat(self.finish_lanes), name=f"level_{level}_{k}", reset_less=True)
+                for k in range(len(beats) // 2)
+            ]
+            following = Signal(name=f"valid_{level}")
+            with m.If(advance):
+                m.d.sync += following.eq(valid)
+                with m.If(valid):
+                    for k, beat in enumerate(merged):
+                        _merge_beats(m, beat, beats[2 * k], beats[2 * k + 1])
+            beats, valid = merged, following
+            level += 1
+        m.d.comb += [self.merged.payload.eq(beats[0]), self.merged.valid.eq(valid)]
+        return m
+
+
+def _merge_beats(m, merged, a, b):
+    """Statements that load `merged` with the merge of the beats `a` (of lower channels) and `b`."""
+    failed = a.status != Status.OK
+    m.d.sync += [
+        merged.kind.eq(a.kind),
+        merged.status.eq(Mux(failed, a.status, b.status)),
+        merged.page.eq(Mux(failed, a.page, b.page)),
+        merged.lines.eq(a.lines + b.lines),
+    ]
+    for lane, lane_a, lane_b in zip(merged.lanes, a.lanes, b.lanes, strict=True):
+        m.d.sync += lane.flags.eq(lane_a.flags | lane_b.flags)
+        _merge_states(m, lane.state, lane_a.state, lane_b.state)
+
+
+def _merge_states(m, merged, a, b):
+    distance = Signal(signed(TOP_BITS + 1))
+    a_higher, a_one_up, b_one_up, level = Signal(), Signal(), Signal(), Signal()
+    m.d.comb += [
+        distance.eq(a.top - b.top),
+        a_higher.eq(~distance[-1]),
+        a_one_up.eq(distance == 1),
+        b_one_up.eq(distance == -1),
+        level.eq(distance == 0),
+    ]
+    # keep: the state's top is the merged one. down: it lies one bin below, so its high limb becomes the low
+    # one.
+    keep_a, down_a, keep_b, down_b = Signal(), Signal(), Signal(), Signal()
+    m.d.comb += [
+        keep_a.eq(a.some & (~b.some | a_higher)),
+        keep_b.eq(b.some & (~a.some | distance[-1] | level)),
+        down_a.eq(a.some & b.some & b_one_up),
+        down_b.eq(a.some & b.some & a_one_up),
+    ]
+    m.d.sync += [
+        merged.some.eq(a.some | b.some),
+        merged.top.eq(Mux(keep_a, a.top, b.top)),
+        merged.high.eq(Mux(keep_a, a.high, 0) + Mux(keep_b, b.high, 0)),
+        merged.low.eq(
+            Mux(keep_a, a.low, Mux(down_a, a.high, 0)) + Mux(keep_b, b.low, Mux(down_b, b.high, 0))
+        ),
+    ]

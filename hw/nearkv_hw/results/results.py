@@ -1,0 +1,95 @@
+"""The results side of the device: from the channels' partial streams to results in memory."""
+
+from amaranth.hdl import Module
+from amaranth.lib import data, stream, wiring
+from amaranth.lib.wiring import In, Out, connect, flipped
+
+from ..common.queue import Queue
+from ..interfaces import FabricPort, LanePartial, PassDone, ResultJob, partial_beat
+from .distribute import Distribute
+from .finish import Finish
+from .merge import Merge, merge_cycles
+from .shapes import Denominator, PassEnd, check_channels, check_finish_lanes
+from .writer import Writer
+
+
+class Results(wiring.Component):
+    """Merges the channels' partials, finishes lanes, writes results and reports passes.
+
+    Parameters
+    ----------
+    channels : partial streams, 1, 2, 4, 8 or 16.
+    finish_lanes : lanes per cycle, 2, 4 or 8.
+
+    Members
+    -------
+    partials : In(stream(partial_beat)) per channel : all channels send the same beats, in the order that
+        `interfaces.partial_beat` gives.
+    jobs : In(stream(ResultJob)) : one per pass, at any time before the pass's END beats are wanted to go on;
+        `jobs_held` of them are taken ahead.
+    fabric : Out(FabricPort) : writes of whole lines, with the job's tenant.
+    done : Out(stream(PassDone)) : one per pass, in order, when its last write has been answered.
+
+    The END beat of a pass with one query is followed by `done` after the fabric's answer to the last line and
+    at most `end_cycles` more, when nothing else is under way. One beat per cycle. Back-pressure of the fabric
+    reaches the partial streams; nothing is lost.
+    """
+
+    jobs_held = 4
+
+    def __init__(self, *, channels, finish_lanes):
+        check_channels(channels)
+        check_finish_lanes(finish_lanes)
+        self.channels = channels
+        self.finish_lanes = finish_lanes
+        super().__init__(
+            {
+                "partials": In(stream.Signature(partial_beat(finish_lanes))).array(channels),
+                "jobs": In(stream.Signature(ResultJob)),
+                "fabric": Out(FabricPort()),
+                "done": Out(stream.Signature(PassDone)),
+            }
+        )
+
+    @property
+    def end_cycles(self):
+        """Cycles from a pass's END beat to `done`, without the fabric's share."""
+        # The way of the last lanes, which go one cycle ahead of END and wait one in a queue.
+        finish = Finish.latency_cycles + Writer.latency_cycles + Writer.done_cycles
+        return merge_cycles(self.channels) + finish
+
+    def elaborate(self, platform):
+        m = Module()
+        m.submodules.jobs_queue = jobs_queue = Queue(shape=ResultJob, depth=self.jobs_held)
+        m.submodules.merge = merge = Merge(channels=self.channels, finish_lanes=self.finish_lanes)
+        # Queues of two keep the ready of later blocks out of earlier ones.
+        m.submodules.merged_queue = merged_queue = Queue(shape=partial_beat(self.finish_lanes), depth=2)
+        lanes = data.ArrayLayout(LanePartial, self.finish_lanes)
+        m.submodules.partials_queue = partials_queue = Queue(shape=lanes, depth=2)
+        m.submodules.denominators_queue = denominators_queue = Queue(shape=Denominator, depth=2)
+        m.submodules.distribute = distribute = Distribute(finish_lanes=self.finish_lanes)
+        m.submodules.finish = finish = Finish(finish_lanes=self.finish_lanes)
+        m.submodules.writer = writer = Writer(finish_lanes=self.finish_lanes)
+        # The next pass's denominators may be divided by while the writer still packs this one's lanes.
+        m.submodules.started_queue = started_queue = Queue(shape=ResultJob, depth=2)
+        m.submodules.ends_queue = ends_queue = Queue(shape=PassEnd, depth=2)
+
+        for outer, inner in zip(self.partials, merge.partials, strict=True):
+            connect(m, flipped(outer), inner)
+        connect(m, flipped(self.jobs), jobs_queue.i)
+        connect(m, jobs_queue.o, distribute.jobs)
+        connect(m, merge.merged, merged_queue.i)
+        connect(m, merged_queue.o, distribute.merged)
+        connect(m, distribute.started, started_queue.i)
+        connect(m, started_queue.o, writer.jobs)
+        connect(m, distribute.denominators, denominators_queue.i)
+        connect(m, denominators_queue.o, writer.denominators)
+        connect(m, distribute.finish, finish.beats)
+        connect(m, distribute.partials, partials_queue.i)
+        connect(m, partials_queue.o, writer.partials)
+        connect(m, distribute.ends, ends_queue.i)
+        connect(m, ends_queue.o, writer.ends)
+        connect(m, finish.codes, writer.codes)
+        connect(m, writer.fabric, flipped(self.fabric))
+        connect(m, writer.done, flipped(self.done))
+        return m
