@@ -1,0 +1,60 @@
+"""The device as a running program: its RTL in this process or under cocotb, or the software model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nearkv_hw.abi import PRESETS, configure
+
+if TYPE_CHECKING:
+    from .port import Port
+    from .verilate import Report
+
+KINDS = ("model", "rtl", "cocotb")
+"""How a device can run; a preset of the configuration may follow a colon ("rtl:card")."""
+
+
+def open_port(
+    spec: str = "model",
+    *,
+    trace: bool = False,
+    seed: int | None = None,
+    report: Report | None = None,
+    **overrides: Any,
+) -> Port:
+    """Start a device.
+
+    Parameters
+    ----------
+    spec : "model", "rtl" or "cocotb", with a preset after a colon where wanted: "rtl:card".
+    trace : build the RTL with waveforms, so that the port's `start_wave` works.
+    seed : of what the cocotb device does at random; by default a new one, which its errors name.
+    report : takes a line per step of a build; by default the terminal shows them.
+    overrides : fields of `nearkv_hw.abi.DeviceConfig`.
+
+    Raises
+    ------
+    ValueError : an unknown kind, preset or field, or a value out of range.
+    BuildError, ToolMissing : the RTL could not be built: what failed, or what is missing and how to get it.
+    """
+    kind, colon, preset = spec.partition(":")
+    if kind == "unix":
+        raise ValueError(f"{spec!r}: served devices are not there yet; use {', '.join(KINDS)}")
+    if kind not in KINDS:
+        raise ValueError(
+            f"unknown device {spec!r}; there are {', '.join(KINDS)}, each with :PRESET if wanted"
+        )
+    if colon and preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r} in {spec!r}; there are {', '.join(PRESETS)}")
+    config = configure(preset or "small", **overrides)
+    if kind == "model":
+        from .model import ModelPort
+
+        return ModelPort(config)
+    if kind == "rtl":
+        from .rtl import RtlPort
+
+        return RtlPort(config, trace=trace, report=report)
+    from .cocotb.port import CocotbPort
+
+    return CocotbPort(config, trace=trace, seed=seed, report=report)

@@ -1,0 +1,228 @@
+"""The host under cocotb: the test module inside the simulator that carries out programs from a socket.
+
+`port.CocotbPort` starts the simulator with one end of a socket pair. Messages leave and answers are taken
+with random idle and backpressure, tags are drawn at random, and all that the device sends is checked.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import cocotb
+import numpy as np
+from cocotb.triggers import Event, SimTimeoutError, with_timeout
+from nearkv_hw.abi.bits import Layout
+from nearkv_hw.abi.cxl import (
+    M2S_REQ,
+    M2S_RWD,
+    S2M_DRS,
+    S2M_NDR,
+    M2SReqOp,
+    M2SRwDOp,
+    MetaField,
+    S2MDrsOp,
+    S2MNdrOp,
+)
+from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
+
+from .. import wire
+from ..messages import DRS_DATA, RWD_DATA, RWD_ENABLE
+from ..port import Access, DeviceTimeout, Fence, Operation, Poll, Read, ReadResult, Write
+from .streams import PERIOD_NS, StreamSink, StreamSource, cycle, cycles, random, start
+
+_TAGS = 64
+_HANG_CYCLES = 200_000
+_POLL_GAP_CYCLES = 64
+_ALL_BYTES = (1 << LINE_BYTES) - 1
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line to read or write: a row of an operation's arrays."""
+
+    operation: Write | Read
+    result: ReadResult | None
+    index: int
+
+
+class Host:
+    """Carries out programs on a device under test.
+
+    Parameters
+    ----------
+    dut : the device, after reset, clock running.
+    idle, backpressure : probabilities of a cycle without a message and without ready, on every stream.
+    """
+
+    def __init__(self, dut: Any, *, idle: float, backpressure: float):
+        self.link_bytes = 0
+        self._dut = dut
+        self._requests = StreamSource(dut, "m2s_req", idle=idle)
+        self._writes = StreamSource(dut, "m2s_rwd", idle=idle)
+        self._answered = Event()
+        self._rng = random("host")
+        self._free_tags = self._rng.sample(range(1 << 16), _TAGS)
+        self._outstanding: dict[int, _Line | None] = {}
+        self._polled: tuple[int, Access] | None = None
+        StreamSink(dut, "s2m_ndr", backpressure=backpressure, deliver=self._completed)
+        StreamSink(dut, "s2m_drs", backpressure=backpressure, deliver=self._arrived)
+
+    async def run(self, program: list[Operation]) -> list[ReadResult]:
+        """The results of a program's reads; DeviceTimeout as in `Port.run`."""
+        results: list[ReadResult] = []
+        lines: deque[_Line] = deque()
+        for operation in program:
+            match operation:
+                case Fence():
+                    await self._exchange(lines)
+                case Poll():
+                    await self._exchange(lines)
+                    await self._poll(operation)
+                case Write():
+                    lines.extend(_Line(operation, None, i) for i in range(len(operation.addresses)))
+                case Read():
+                    count = len(operation.addresses)
+                    result = ReadResult(np.zeros((count, LINE_BYTES), np.uint8), np.zeros(count, np.uint8))
+                    results.append(result)
+                    lines.extend(_Line(operation, result, i) for i in range(count))
+        await self._exchange(lines)
+        return results
+
+    async def _exchange(self, lines: deque[_Line]) -> None:
+        """Send all lines and wait for all answers."""
+        while lines or self._outstanding:
+            while lines and self._free_tags:
+                line = lines.popleft()
+                tag = self._take_tag(line)
+                address = int(line.operation.addresses[line.index])
+                if isinstance(line.operation, Read):
+                    self._send_read(tag, address)
+                else:
+                    self._send_write(tag, address, line.operation, line.index)
+            await self._wait()
+
+    async def _poll(self, poll: Poll) -> None:
+        began = cycle()
+        while True:
+            self._polled = None
+            self._send_read(self._take_tag(None), poll.address)
+            while self._polled is None:
+                await self._wait()
+            found, access = self._polled
+            if access != Access.DATA:
+                what = "is poisoned" if access == Access.POISON else "is in no memory"
+                raise DeviceTimeout(f"the line at {poll.address:#x} {what}")
+            if found & poll.mask == poll.value:
+                return
+            waited = cycle() - began
+            if waited >= poll.timeout_cycles:
+                raise DeviceTimeout(f"the line at {poll.address:#x} did not change within {waited} cycles")
+            await cycles(self._dut, self._rng.randint(0, min(_POLL_GAP_CYCLES, waited // 8)))
+
+    async def _wait(self) -> None:
+        """Wait for an answer of any kind."""
+        self._answered.clear()
+        try:
+            await with_timeout(self._answered.wait(), _HANG_CYCLES * PERIOD_NS, "ns")
+        except SimTimeoutError:
+            raise AssertionError(
+                f"{len(self._outstanding)} accesses have had no answer for {_HANG_CYCLES} cycles"
+            ) from None
+
+    def _take_tag(self, line: _Line | None) -> int:
+        tag = self._free_tags.pop(self._rng.randrange(len(self._free_tags)))
+        self._outstanding[tag] = line
+        return tag
+
+    def _send_read(self, tag: int, address: int) -> None:
+        self._requests.send(
+            [
+                M2S_REQ.pack(
+                    valid=1,
+                    opcode=self._rng.choice([M2SReqOp.MEM_RD, M2SReqOp.MEM_RD_DATA]),
+                    meta_field=MetaField.NO_OP,
+                    tag=tag,
+                    address=address >> LINE_SHIFT,
+                )
+            ]
+        )
+
+    def _send_write(self, tag: int, address: int, write: Write, index: int) -> None:
+        partial = write.enables is not None
+        enable = int(write.enables[index]) if write.enables is not None else _ALL_BYTES
+        header = M2S_RWD.pack(
+            valid=1,
+            opcode=M2SRwDOp.MEM_WR_PTL if partial else M2SRwDOp.MEM_WR,
+            meta_field=MetaField.NO_OP,
+            tag=tag,
+            address=address >> LINE_SHIFT,
+        )
+        data = int.from_bytes(write.data[index].tobytes(), "little")
+        self._writes.send([header | enable << RWD_ENABLE | data << RWD_DATA])
+        self.link_bytes += LINE_BYTES
+
+    def _completed(self, message: int) -> None:
+        header = _header("s2m_ndr", S2M_NDR, message)
+        assert header["opcode"] == S2MNdrOp.CMP, f"s2m_ndr: opcode {header['opcode']} is not Cmp"
+        line = self._release(header["tag"], "s2m_ndr")
+        assert line is not None, f"s2m_ndr: tag {header['tag']:#x} is a read's"
+        assert isinstance(line.operation, Write), f"s2m_ndr: tag {header['tag']:#x} is a read's"
+        self._answered.set()
+
+    def _arrived(self, message: int) -> None:
+        header = _header("s2m_drs", S2M_DRS, message)
+        assert header["opcode"] in list(S2MDrsOp), f"s2m_drs: unknown opcode {header['opcode']}"
+        data = message >> DRS_DATA
+        access = Access.POISON if header["poison"] else Access.DATA
+        if header["opcode"] == S2MDrsOp.MEM_DATA_NXM:
+            access, data = Access.OUTSIDE, 0
+        line = self._release(header["tag"], "s2m_drs")
+        if line is None:
+            self._polled = (data & 0xFFFF_FFFF_FFFF_FFFF, access)
+        else:
+            assert line.result is not None, f"s2m_drs: tag {header['tag']:#x} is a write's"
+            line.result.data[line.index] = np.frombuffer(data.to_bytes(LINE_BYTES, "little"), np.uint8)
+            line.result.access[line.index] = access
+        self.link_bytes += LINE_BYTES
+        self._answered.set()
+
+    def _release(self, tag: int, stream: str) -> _Line | None:
+        assert tag in self._outstanding, f"{stream}: tag {tag:#x}, which no access awaits (cycle {cycle()})"
+        self._free_tags.append(tag)
+        return self._outstanding.pop(tag)
+
+
+def _header(stream: str, layout: Layout, message: int) -> dict[str, int]:
+    header = layout.unpack(message)
+    assert header["valid"], f"{stream}: a message whose valid bit is clear (cycle {cycle()})"
+    assert message & layout.reserved_mask() == 0, f"{stream}: reserved bits are set: {header}"
+    return header
+
+
+@cocotb.test()  # type: ignore[untyped-decorator]
+async def serve(dut: Any) -> None:
+    """Carry out programs until the other end of the socket closes."""
+    await start(dut)
+    host = Host(
+        dut,
+        idle=float(os.environ["NEARKV_IDLE"]),
+        backpressure=float(os.environ["NEARKV_BACKPRESSURE"]),
+    )
+    with socket.socket(fileno=int(os.environ["NEARKV_SOCKET"])) as connection:
+        while True:
+            try:
+                head, arrays = wire.receive(connection)
+            except EOFError:
+                return
+            reply: dict[str, Any] = {}
+            results: list[ReadResult] = []
+            try:
+                results = await host.run(wire.unpack_program(head["program"], arrays))
+            except DeviceTimeout as error:
+                reply["timeout"] = str(error)
+            reply |= {"link_bytes": host.link_bytes, "cycles": cycle()}
+            wire.send(connection, reply, wire.pack_results(results))

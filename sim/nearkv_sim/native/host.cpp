@@ -1,0 +1,329 @@
+#include "host.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "Vtop.h"
+#include "bits.h"
+#include "store.h"
+
+namespace nearkv {
+namespace {
+
+constexpr std::size_t kLineWords = kLineBytes / 4;
+constexpr int kResetCycles = 4;
+// Without an answer for so long the device hangs.
+constexpr std::uint64_t kHangCycles = 2'000'000;
+// The longer a poll has waited, the rarer it asks, at most once in this many cycles beyond the answer's latency.
+constexpr std::uint64_t kPollGapCycles = 64;
+
+std::string describe(const char* format, std::uint64_t a, std::uint64_t b = 0) {
+    std::array<char, 200> text;
+    std::snprintf(text.data(), text.size(), format, a, b);
+    return text.data();
+}
+
+}  // namespace
+
+Host::Host(const Disturbance& disturbance)
+    : context_(std::make_unique<VerilatedContext>()), disturbance_(disturbance), random_(disturbance.seed | 1) {
+    context_->traceEverOn(VM_TRACE != 0);
+    top_ = std::make_unique<Vtop>(context_.get(), "top");
+    for (std::uint32_t tag = 0; tag < kTags; tag++) free_tags_.push_back(tag);
+    for (int i = 0; i < 2 * kResetCycles; i++) {  // as many after reset: it passes a register on its way in
+        top_->rst = i < kResetCycles;
+        evaluate(false);
+        evaluate(true);
+    }
+}
+
+Host::~Host() {
+#if VM_TRACE
+    if (wave_) wave_->close();
+#endif
+    top_->final();
+}
+
+void Host::start(const Operation* operations, std::size_t count) {
+    if (status_ == Status::kRunning) {
+        fail(Status::kBroken, "the last program was interrupted; open the device anew");
+    }
+    if (status_ == Status::kBroken) return;
+    operations_ = operations;
+    operation_count_ = count;
+    segment_end_ = 0;
+    status_ = next_segment() ? Status::kRunning : Status::kDone;
+}
+
+Status Host::advance(std::uint64_t cycles) {
+    for (; cycles > 0 && status_ == Status::kRunning; cycles--) {
+        cycle();
+        if (status_ != Status::kRunning) break;
+        const bool idle = free_tags_.size() == kTags;
+        if (idle && !poll_ && !pending(reads_, Kind::kRead) && !pending(writes_, Kind::kWrite)) {
+            if (!next_segment()) status_ = Status::kDone;
+        } else if (!idle && cycles_ - last_progress_ > kHangCycles) {
+            fail(Status::kBroken, describe("%" PRIu64 " accesses have had no answer for %" PRIu64 " cycles",
+                                           kTags - free_tags_.size(), kHangCycles));
+        }
+    }
+    return status_;
+}
+
+bool Host::start_wave([[maybe_unused]] const char* path) {
+#if VM_TRACE
+    if (wave_) wave_->close();
+    wave_ = std::make_unique<VerilatedFstC>();
+    top_->trace(wave_.get(), 99);
+    wave_->open(path);
+    return wave_->isOpen();
+#else
+    return false;
+#endif
+}
+
+// Moves on to what lies between the next two fences; false when the program is over.
+bool Host::next_segment() {
+    std::size_t begin = segment_end_;
+    while (begin < operation_count_ && operations_[begin].kind == Kind::kFence) begin++;
+    if (begin == operation_count_) return false;
+    std::size_t end = begin;
+    if (operations_[begin].kind == Kind::kPoll) {
+        poll_ = &operations_[begin];
+        poll_started_ = poll_next_ = cycles_;
+        end++;
+    } else {
+        while (end < operation_count_ && operations_[end].kind != Kind::kFence &&
+               operations_[end].kind != Kind::kPoll) {
+            end++;
+        }
+    }
+    segment_end_ = end;
+    reads_ = writes_ = {poll_ ? end : begin, 0};
+    last_progress_ = cycles_;
+    return true;
+}
+
+// Whether the segment has lines of that kind left; leaves the cursor at the next one.
+bool Host::pending(Cursor& cursor, Kind kind) const {
+    while (cursor.operation < segment_end_) {
+        const Operation& operation = operations_[cursor.operation];
+        if (operation.kind == kind && cursor.line < operation.count) return true;
+        cursor = {cursor.operation + 1, 0};
+    }
+    return false;
+}
+
+void Host::cycle() {
+    offer_messages();
+    top_->s2m_ndr_ready = !chance(disturbance_.backpressure);
+    top_->s2m_drs_ready = !chance(disturbance_.backpressure);
+    evaluate(false);
+    const bool request_taken = top_->m2s_req_valid && top_->m2s_req_ready;
+    const bool write_taken = top_->m2s_rwd_valid && top_->m2s_rwd_ready;
+    if (disturbance_.backpressure) check_stability();
+    if (top_->s2m_ndr_valid && top_->s2m_ndr_ready) take_completion();
+    if (top_->s2m_drs_valid && top_->s2m_drs_ready) take_data();
+    evaluate(true);
+    if (request_taken) top_->m2s_req_valid = 0;
+    if (write_taken) top_->m2s_rwd_valid = 0;
+    if (request_taken || write_taken) last_progress_ = cycles_;
+    if (write_taken) link_bytes_ += kLineBytes;
+    cycles_++;
+}
+
+void Host::evaluate(bool clock) {
+    top_->clk = clock;
+    top_->eval();
+    context_->timeInc(1);
+#if VM_TRACE
+    if (wave_) wave_->dump(context_->time());
+#endif
+}
+
+// Offers the next read and the next write where the last one was taken.
+void Host::offer_messages() {
+    if (!top_->m2s_req_valid && !free_tags_.empty() && (poll_is_due() || pending(reads_, Kind::kRead)) &&
+        !chance(disturbance_.idle)) {
+        send_read();
+    }
+    if (!top_->m2s_rwd_valid && !free_tags_.empty() && pending(writes_, Kind::kWrite) &&
+        !chance(disturbance_.idle)) {
+        send_write();
+    }
+}
+
+bool Host::poll_is_due() const { return poll_ && free_tags_.size() == kTags && cycles_ >= poll_next_; }
+
+void Host::send_read() {
+    std::uint64_t address;
+    std::uint32_t tag;
+    if (poll_) {
+        address = poll_->address;
+        tag = take_tag(poll_, 0);
+    } else {
+        const Operation& operation = operations_[reads_.operation];
+        address = operation.addresses[reads_.line];
+        tag = take_tag(&operation, reads_.line);
+        reads_.line++;
+    }
+    auto& message = top_->m2s_req_payload;
+    std::fill(message.data(), message.data() + messages::kReqWords, 0);
+    insert(message.data(), messages::kReqValid, 1);
+    insert(message.data(), messages::kReqOpcode, messages::kMemRd);
+    insert(message.data(), messages::kReqMetaField, messages::kMetaNoOp);
+    insert(message.data(), messages::kReqTag, tag);
+    insert(message.data(), messages::kReqAddress, address / kLineBytes);
+    top_->m2s_req_valid = 1;
+}
+
+void Host::send_write() {
+    const Operation& operation = operations_[writes_.operation];
+    const std::uint64_t line = writes_.line++;
+    const std::uint64_t enable = operation.enables ? operation.enables[line] : ~std::uint64_t{0};
+    std::array<std::uint32_t, kLineWords> data;
+    std::memcpy(data.data(), operation.data + line * kLineBytes, kLineBytes);
+    auto& message = top_->m2s_rwd_payload;
+    std::fill(message.data(), message.data() + messages::kRwdWords, 0);
+    insert(message.data(), messages::kRwdValid, 1);
+    insert(message.data(), messages::kRwdOpcode, operation.enables ? messages::kMemWrPtl : messages::kMemWr);
+    insert(message.data(), messages::kRwdMetaField, messages::kMetaNoOp);
+    insert(message.data(), messages::kRwdTag, take_tag(&operation, line));
+    insert(message.data(), messages::kRwdAddress, operation.addresses[line] / kLineBytes);
+    insert(message.data(), messages::kRwdEnable, enable);
+    insert_words(message.data(), messages::kRwdData, data.data(), kLineWords);
+    top_->m2s_rwd_valid = 1;
+}
+
+std::uint32_t Host::take_tag(const Operation* operation, std::uint64_t line) {
+    const std::uint32_t tag = free_tags_.back();
+    free_tags_.pop_back();
+    outstanding_[tag] = {operation, line};
+    return tag;
+}
+
+void Host::take_completion() {
+    const std::uint32_t message = top_->s2m_ndr_payload;
+    if (Outstanding* access = answered(extract(&message, messages::kNdrTag), true)) access->operation = nullptr;
+}
+
+void Host::take_data() {
+    const std::uint32_t* message = top_->s2m_drs_payload.data();
+    Outstanding* answer = answered(extract(message, messages::kDrsTag), false);
+    if (!answer) return;
+    link_bytes_ += kLineBytes;
+    Access access = Access::kData;
+    if (extract(message, messages::kDrsOpcode) == messages::kMemDataNxm) {
+        access = Access::kOutside;
+    } else if (extract(message, messages::kDrsPoison)) {
+        access = Access::kPoison;
+    }
+    std::array<std::uint32_t, kLineWords> data{};
+    if (access != Access::kOutside) extract_words(message, messages::kDrsData, data.data(), kLineWords);
+    const Outstanding done = *answer;
+    answer->operation = nullptr;
+    if (done.operation->kind == Kind::kPoll) {
+        end_poll(data.data(), access);
+    } else {
+        std::memcpy(done.operation->data + done.line * kLineBytes, data.data(), kLineBytes);
+        done.operation->access[done.line] = access;
+    }
+}
+
+// Looks at what a poll read: it has ended, in time or not, or asks again a little later.
+void Host::end_poll(const std::uint32_t* data, Access access) {
+    const std::uint64_t waited = cycles_ - poll_started_;
+    const std::uint64_t found = extract(data, {0, 64});
+    if (access != Access::kData) {
+        fail(Status::kTimeout, describe(access == Access::kPoison ? "the line at %#" PRIx64 " is poisoned"
+                                                                  : "there is no memory at %#" PRIx64,
+                                        poll_->address));
+    } else if ((found & poll_->mask) == poll_->value) {
+        poll_ = nullptr;
+    } else if (waited >= poll_->timeout_cycles) {
+        fail(Status::kTimeout,
+             describe("the line at %#" PRIx64 " did not change within %" PRIu64 " cycles", poll_->address, waited));
+    } else {
+        poll_next_ = cycles_ + std::min(kPollGapCycles, waited / 8);
+    }
+}
+
+// The access that a message answers, its tag free again; null, and the host broken, where there is none.
+Host::Outstanding* Host::answered(std::uint64_t tag, bool write) {
+    Outstanding* access = tag < kTags ? &outstanding_[tag] : nullptr;
+    if (!access || !access->operation || (access->operation->kind == Kind::kWrite) != write) {
+        fail(Status::kBroken, describe(write ? "completion with tag %#" PRIx64 ", which no write awaits"
+                                             : "data with tag %#" PRIx64 ", which no read awaits",
+                                       tag));
+        return nullptr;
+    }
+    free_tags_.push_back(static_cast<std::uint32_t>(tag));
+    last_progress_ = cycles_;
+    return access;
+}
+
+// Once valid, the device must hold its message until it is taken.
+void Host::check_stability() {
+    const std::uint32_t* drs = top_->s2m_drs_payload.data();
+    if (ndr_held_ && !(top_->s2m_ndr_valid && top_->s2m_ndr_payload == held_ndr_)) {
+        fail(Status::kBroken, "s2m_ndr changed before it was taken");
+    }
+    if (drs_held_ && !(top_->s2m_drs_valid && std::equal(held_drs_.begin(), held_drs_.end(), drs))) {
+        fail(Status::kBroken, "s2m_drs changed before it was taken");
+    }
+    ndr_held_ = top_->s2m_ndr_valid && !top_->s2m_ndr_ready;
+    drs_held_ = top_->s2m_drs_valid && !top_->s2m_drs_ready;
+    held_ndr_ = top_->s2m_ndr_payload;
+    std::copy(drs, drs + held_drs_.size(), held_drs_.begin());
+}
+
+bool Host::chance(std::uint32_t probability) {
+    if (probability == 0) return false;
+    random_ ^= random_ << 13;
+    random_ ^= random_ >> 7;
+    random_ ^= random_ << 17;
+    return static_cast<std::uint32_t>(random_ >> 32) < probability;
+}
+
+void Host::fail(Status status, std::string message) {
+    poll_ = nullptr;
+    status_ = status;
+    message_ = std::move(message);
+}
+
+}  // namespace nearkv
+
+// What nearkv_sim/rtl.py calls.
+#pragma GCC visibility push(default)
+extern "C" {
+
+void* nearkv_open(std::uint32_t idle, std::uint32_t backpressure, std::uint64_t seed) {
+    return new nearkv::Host({idle, backpressure, seed});
+}
+
+void nearkv_start(nearkv::Host* host, const nearkv::Operation* operations, std::uint64_t count) {
+    host->start(operations, count);
+}
+
+int nearkv_advance(nearkv::Host* host, std::uint64_t cycles) {
+    return static_cast<int>(host->advance(cycles));
+}
+
+const char* nearkv_message(const nearkv::Host* host) {
+    return host->message().c_str();
+}
+
+std::uint64_t nearkv_cycles(const nearkv::Host* host) { return host->cycles(); }
+
+std::uint64_t nearkv_link_bytes(const nearkv::Host* host) { return host->link_bytes(); }
+
+int nearkv_start_wave(nearkv::Host* host, const char* path) {
+    return host->start_wave(path) ? 0 : -1;
+}
+
+void nearkv_close(nearkv::Host* host) { delete host; }
+}
+#pragma GCC visibility pop

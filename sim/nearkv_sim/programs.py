@@ -1,0 +1,56 @@
+"""What every port checks of a program before it carries it out."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from nearkv_hw.abi.lines import LINE_BYTES
+
+from .port import Fence, Operation, Poll, Program, Read, Write
+
+
+def checked(program: Program) -> list[Operation]:
+    """The program with contiguous arrays of the declared types.
+
+    Raises
+    ------
+    ValueError : a misaligned address, or arrays that do not fit each other.
+    TypeError : something that is no operation.
+    """
+    return [_checked(operation) for operation in program]
+
+
+def _checked(operation: Operation) -> Operation:
+    match operation:
+        case Write():
+            addresses = _addresses(operation.addresses)
+            data = np.ascontiguousarray(operation.data, dtype=np.uint8)
+            if data.shape != (len(addresses), LINE_BYTES):
+                raise ValueError(f"data must be [{len(addresses)}, {LINE_BYTES}], not {list(data.shape)}")
+            if operation.enables is None:
+                return Write(addresses, data)
+            enables = np.ascontiguousarray(operation.enables, dtype=np.uint64)
+            if enables.shape != addresses.shape:
+                raise ValueError(f"enables must be [{len(addresses)}], not {list(enables.shape)}")
+            return Write(addresses, data, enables)
+        case Read():
+            return Read(_addresses(operation.addresses))
+        case Poll():
+            if operation.address % LINE_BYTES:
+                raise ValueError(
+                    f"a poll's address must be a multiple of {LINE_BYTES}, not {operation.address:#x}"
+                )
+            return operation
+        case Fence():
+            return operation
+    raise TypeError(f"a program consists of Write, Read, Fence and Poll, not {operation!r}")
+
+
+def _addresses(addresses: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    array = np.ascontiguousarray(addresses, dtype=np.uint64)
+    if array.ndim != 1:
+        raise ValueError(f"addresses must have one dimension, not {array.ndim}")
+    misaligned = array % LINE_BYTES != 0
+    if misaligned.any():
+        raise ValueError(f"addresses must be multiples of {LINE_BYTES}, not {int(array[misaligned][0]):#x}")
+    return array

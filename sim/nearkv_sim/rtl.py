@@ -1,0 +1,204 @@
+"""The Verilated device in this process: programs go to a C++ host in one call, and Python waits."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import POINTER, Structure, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi.lines import LINE_BYTES
+
+from .build import device_design, device_library, progress
+from .port import DeviceTimeout, Fence, Operation, Poll, Program, Read, ReadResult, Write
+from .programs import checked
+from .verilate import Report
+
+_DONE, _RUNNING, _TIMEOUT = 0, 1, 2
+_WRITE, _READ, _FENCE, _POLL = 0, 1, 2, 3
+_SLICE_CYCLES = 20_000
+"""How far the device runs before Python looks for a keyboard interrupt: a fraction of a second."""
+
+
+class _Operation(Structure):
+    """`nearkv::Operation` of native/host.h."""
+
+    _fields_ = (
+        ("kind", c_uint32),
+        ("reserved", c_uint32),
+        ("count", c_uint64),
+        ("addresses", c_void_p),
+        ("data", c_void_p),
+        ("enables", c_void_p),
+        ("access", c_void_p),
+        ("address", c_uint64),
+        ("mask", c_uint64),
+        ("value", c_uint64),
+        ("timeout_cycles", c_uint64),
+    )
+
+
+class RtlPort:
+    """A device simulated at its RTL, in this process; implements `Port`.
+
+    Parameters
+    ----------
+    config : what to build; built at the first use, then found in the cache.
+    trace : build with waveforms, for `start_wave`.
+    idle, backpressure : probability of a cycle without a message and without ready on each stream; a way to
+        shake the device. With backpressure the device's streams are checked, too.
+    seed : of the shaking.
+    report : told of build steps; by default the terminal.
+    library : a built library to use instead of the configuration's.
+
+    Raises
+    ------
+    ValueError : a probability outside 0 to 0.99.
+    BuildError, ToolMissing : the device could not be built.
+    """
+
+    kind = "rtl"
+
+    def __init__(
+        self,
+        config: DeviceConfig,
+        *,
+        trace: bool = False,
+        idle: float = 0.0,
+        backpressure: float = 0.0,
+        seed: int = 1,
+        report: Report | None = None,
+        library: Path | None = None,
+    ):
+        for name, value in (("idle", idle), ("backpressure", backpressure)):
+            if not 0 <= value <= 0.99:
+                raise ValueError(f"{name} is a probability from 0 to 0.99, not {value!r}")
+        if library is None:
+            with progress() as shown:
+                tell = report or shown
+                library = device_library(
+                    device_design(config, tell), name=config.name, trace=trace, report=tell
+                )
+        self.config = config
+        self._library = _load(library)
+        self._lock = threading.Lock()
+        scale = 1 << 32
+        self._host: int | None = self._library.nearkv_open(
+            int(idle * scale), int(backpressure * scale), seed & ((1 << 64) - 1)
+        )
+
+    def run(self, program: Program) -> list[ReadResult]:
+        """Carry out a program; see `Port.run`.
+
+        Raises
+        ------
+        DeviceTimeout : a poll ended in vain, or the device left accesses without an answer.
+        ValueError : a misaligned address, or arrays that do not fit each other.
+        RuntimeError : the device is closed, or broke the protocol.
+        """
+        results: list[ReadResult] = []
+        ready = checked(program)  # its arrays must live until the program has ended
+        operations = (_Operation * len(ready))(*(_native(operation, results) for operation in ready))
+        with self._lock:
+            host = self._open_host()
+            self._library.nearkv_start(host, operations, len(ready))
+            status = _RUNNING
+            while status == _RUNNING:
+                status = self._library.nearkv_advance(host, _SLICE_CYCLES)
+            if status != _DONE:
+                message = self._library.nearkv_message(host).decode()
+                raise (DeviceTimeout if status == _TIMEOUT else RuntimeError)(message)
+        return results
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes of lines that crossed the link, both directions, polling included."""
+        return int(self._library.nearkv_link_bytes(self._open_host()))
+
+    @property
+    def cycles(self) -> int:
+        """Device cycles simulated so far."""
+        return int(self._library.nearkv_cycles(self._open_host()))
+
+    def start_wave(self, path: Path) -> None:
+        """Record an FST from here on; RuntimeError where the device was built without traces."""
+        if self._library.nearkv_start_wave(self._open_host(), str(path).encode()) != 0:
+            raise RuntimeError(
+                f"cannot record waveforms to {path}: the device was built without them (trace=True builds "
+                "it with them), or the file cannot be written"
+            )
+
+    def close(self) -> None:
+        """End the device; its memory is lost. A second call does nothing."""
+        with self._lock:
+            if self._host is not None:
+                self._library.nearkv_close(self._host)
+                self._host = None
+
+    def _open_host(self) -> int:
+        if self._host is None:
+            raise RuntimeError("the device is closed; open a new one")
+        return self._host
+
+    def __enter__(self) -> RtlPort:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_host", None) is not None:
+            self.close()
+
+
+def _native(operation: Operation, results: list[ReadResult]) -> _Operation:
+    """The operation for C++; room for what it reads is added to `results`."""
+    match operation:
+        case Write(addresses, data, enables):
+            return _Operation(
+                kind=_WRITE,
+                count=len(addresses),
+                addresses=addresses.ctypes.data,
+                data=data.ctypes.data,
+                enables=None if enables is None else enables.ctypes.data,
+            )
+        case Read(addresses):
+            result = ReadResult(
+                np.zeros((len(addresses), LINE_BYTES), np.uint8), np.zeros(len(addresses), np.uint8)
+            )
+            results.append(result)
+            return _Operation(
+                kind=_READ,
+                count=len(addresses),
+                addresses=addresses.ctypes.data,
+                data=result.data.ctypes.data,
+                access=result.access.ctypes.data,
+            )
+        case Poll(address, mask, value, timeout_cycles):
+            return _Operation(
+                kind=_POLL, address=address, mask=mask, value=value, timeout_cycles=timeout_cycles
+            )
+        case Fence():
+            return _Operation(kind=_FENCE)
+
+
+@cache
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, result, *arguments in (
+        ("nearkv_open", c_void_p, c_uint32, c_uint32, c_uint64),
+        ("nearkv_start", None, c_void_p, POINTER(_Operation), c_uint64),
+        ("nearkv_advance", c_int, c_void_p, c_uint64),
+        ("nearkv_message", c_char_p, c_void_p),
+        ("nearkv_cycles", c_uint64, c_void_p),
+        ("nearkv_link_bytes", c_uint64, c_void_p),
+        ("nearkv_start_wave", c_int, c_void_p, c_char_p),
+        ("nearkv_close", None, c_void_p),
+    ):
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library

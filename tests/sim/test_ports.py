@@ -1,0 +1,189 @@
+"""Both hosts of the RTL on a device of memory alone: the same programs, the same answers."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nearkv_hw.abi import configure
+from nearkv_hw.verilog import to_verilog
+from nearkv_sim.build import device_library
+from nearkv_sim.cocotb.port import CocotbPort
+from nearkv_sim.port import Access, DeviceTimeout, Fence, Poll, Read, Write
+from nearkv_sim.rtl import RtlPort
+from toy_device import ToyDevice
+
+pytestmark = pytest.mark.rtl
+
+CAPACITY = 1 << 30
+CLOCK = CAPACITY
+OUTSIDE = CAPACITY + 64
+
+
+@pytest.fixture(scope="module")
+def design():
+    return to_verilog(ToyDevice(capacity_bytes=CAPACITY))
+
+
+@pytest.fixture(params=["rtl", "rtl-shaken", "cocotb"])
+def port(request, design):
+    seed = np.random.SeedSequence().entropy & 0x7FFFFFFF
+    print(f"seed {seed}")
+    if request.param == "cocotb":
+        device = CocotbPort(configure(), design=design, seed=seed)
+    else:
+        shake = 0.4 if request.param == "rtl-shaken" else 0.0
+        library = device_library(design, name="toy")
+        device = RtlPort(configure(), library=library, idle=shake, backpressure=shake, seed=seed)
+    with device:
+        yield device
+
+
+def lines(*addresses):
+    return np.array(addresses, np.uint64)
+
+
+def test_reads_bring_what_was_written(port):
+    rng = np.random.default_rng(7)
+    addresses = rng.choice(CAPACITY // 64, 500, replace=False).astype(np.uint64) * 64
+    data = rng.integers(0, 256, (500, 64), np.uint8)
+    before, after = port.run(
+        [
+            Read(addresses),
+            Fence(),
+            Write(addresses[:250], data[:250]),
+            Write(addresses[250:], data[250:]),
+            Fence(),
+            Read(addresses[::-1]),
+        ]
+    )
+    assert not before.data.any()
+    np.testing.assert_array_equal(after.data, data[::-1])
+    assert (after.access == Access.DATA).all()
+    assert port.link_bytes == 64 * 1500
+
+
+def test_enables_choose_bytes(port):
+    addresses = lines(0, 64, 128)
+    old = np.full((3, 64), 0x11, np.uint8)
+    new = np.arange(192, dtype=np.uint8).reshape(3, 64)
+    enables = np.array([0, 0xF0F0_0000_0000_0001, 0xFFFF_FFFF_FFFF_FFFF], np.uint64)
+    (result,) = port.run(
+        [Write(addresses, old), Fence(), Write(addresses, new, enables), Fence(), Read(addresses)]
+    )
+    chosen = (enables[:, None] >> np.arange(64, dtype=np.uint64)) & 1 == 1
+    np.testing.assert_array_equal(result.data, np.where(chosen, new, old))
+
+
+def test_outside_reads_bring_nothing(port):
+    (result,) = port.run([Write(lines(0), np.ones((1, 64), np.uint8)), Fence(), Read(lines(OUTSIDE, 0))])
+    assert result.access.tolist() == [Access.OUTSIDE, Access.DATA]
+    assert not result.data[0].any()
+    assert result.data[1].all()
+
+
+def test_poll_waits_for_its_value(port):
+    (result,) = port.run([Poll(CLOCK, 0x800, 0x800), Read(lines(CLOCK))])
+    (again,) = port.run([Poll(CLOCK, 0x800, 0), Read(lines(CLOCK))])
+    clocks = [int.from_bytes(r.data[0].tobytes(), "little") for r in (result, again)]
+    assert 0x800 <= clocks[0] < 0x1000 <= clocks[1] < 0x1800
+
+
+def test_poll_gives_up(port):
+    with pytest.raises(DeviceTimeout, match=r"0x40 did not change within \d+ cycles"):
+        port.run([Poll(64, 1, 1, timeout_cycles=300)])
+    with pytest.raises(DeviceTimeout, match="memory"):
+        port.run([Poll(OUTSIDE, 1, 1)])
+    (result,) = port.run([Read(lines(64))])  # it goes on afterwards
+    assert result.access.tolist() == [Access.DATA]
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (Read(lines(1)), "multiples of 64, not 0x1"),
+        (Write(lines(0, 64), np.zeros((1, 64), np.uint8)), r"data must be \[2, 64\], not \[1, 64\]"),
+        (Write(lines(0), np.zeros((1, 64), np.uint8), np.zeros(2, np.uint64)), r"enables must be \[1\]"),
+        (Read(lines(0).reshape(1, 1)), "one dimension"),
+        (Poll(8, 1, 1), "multiple of 64, not 0x8"),
+    ],
+)
+def test_programs_are_checked_first(port, operation, message):
+    with pytest.raises(ValueError, match=message):
+        port.run([Write(lines(0), np.ones((1, 64), np.uint8)), Fence(), operation])
+    (result,) = port.run([Read(lines(0))])
+    assert not result.data.any()
+    with pytest.raises(TypeError, match="consists of Write, Read"):
+        port.run(["read"])
+
+
+def test_closed_port_says_so(port):
+    port.close()
+    port.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        port.run([])
+
+
+def test_devices_share_nothing(port, design):
+    other = RtlPort(configure(), library=device_library(design, name="toy"))
+    port.run([Write(lines(0), np.ones((1, 64), np.uint8))])
+    with other:
+        (result,) = other.run([Read(lines(0))])
+    assert not result.data.any()
+
+
+@pytest.mark.parametrize("kind", ["rtl", pytest.param("cocotb", marks=pytest.mark.slow)])
+def test_waves_are_recorded(design, tmp_path, kind):
+    wave = tmp_path / "toy.fst"
+    if kind == "rtl":
+        device = RtlPort(configure(), library=device_library(design, name="toy", trace=True))
+    else:
+        device = CocotbPort(configure(), design=design, trace=True)
+    with device:
+        device.start_wave(wave)
+        device.run([Read(lines(0, 64))])
+    assert wave.stat().st_size > 500
+
+
+def test_waves_need_a_build_with_them(port, tmp_path):
+    with pytest.raises(RuntimeError, match="trace=True"):
+        port.start_wave(tmp_path / "toy.fst")
+
+
+def test_dead_simulator_is_reported(design):
+    with CocotbPort(configure(), design=design, seed=5) as port:
+        port._process.kill()
+        with pytest.raises(RuntimeError, match=r"status -9, seed 5\); the end of .*simulation.log"):
+            port.run([Read(lines(0))])
+
+
+def test_misbehaving_device_is_reported():
+    """A device that answers a tag that nobody used: both hosts say so instead of taking the data."""
+    wrong = to_verilog(ToyDevice(capacity_bytes=CAPACITY, flip_tags=True))
+    with RtlPort(configure(), library=device_library(wrong, name="toy-wrong")) as port:
+        with pytest.raises(RuntimeError, match="which no read awaits"):
+            port.run([Read(lines(0))])
+        with pytest.raises(RuntimeError):
+            port.run([Read(lines(0))])
+    with CocotbPort(configure(), design=wrong) as port, pytest.raises(RuntimeError, match="no access awaits"):
+        port.run([Read(lines(0))])
+
+
+def test_two_processes_build_once(design, tmp_path, monkeypatch):
+    """Two processes that need the same library at once build it once, and both get it."""
+    monkeypatch.setenv("NEARKV_CACHE", str(tmp_path))
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from toy_device import ToyDevice\n"
+        "from nearkv_hw.verilog import to_verilog\n"
+        "from nearkv_sim.build import device_library\n"
+        "built = []\n"
+        "device_library(to_verilog(ToyDevice()), name='toy', report=built.append)\n"
+        "print(len(built))\n"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    steps = [int(process.communicate()[0]) for process in started]
+    assert all(process.returncode == 0 for process in started)
+    assert sorted(steps) == [0, 2]

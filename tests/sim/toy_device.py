@@ -1,0 +1,88 @@
+"""A device of memory and a clock line alone, with the message streams of the real one, to test hosts with."""
+
+from amaranth.hdl import Module, Mux, Signal
+from amaranth.lib import stream, wiring
+from amaranth.lib.wiring import In, Out
+from nearkv_hw.abi.cxl import M2SReqOp, M2SRwDOp, S2MDrsOp
+from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.common.queue import Queue
+from nearkv_hw.endpoint.messages import DRS, NDR, REQ, RWD
+from nearkv_hw.memory.store import Store
+
+
+class ToyDevice(wiring.Component):
+    """Memory from host address 0; the line behind it counts cycles in its lowest 8 bytes; beyond is nothing.
+
+    Parameters
+    ----------
+    capacity_bytes : memory; a power of two.
+    flip_tags : answer every read with a wrong tag.
+    """
+
+    def __init__(self, *, capacity_bytes=1 << 30, flip_tags=False):
+        self.lines = capacity_bytes // LINE_BYTES
+        self.flip_tags = flip_tags
+        super().__init__(
+            {
+                "m2s_req": In(stream.Signature(REQ)),
+                "m2s_rwd": In(stream.Signature(RWD)),
+                "s2m_ndr": Out(stream.Signature(NDR)),
+                "s2m_drs": Out(stream.Signature(DRS)),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        m.submodules.store = store = Store(channel=0)
+        m.submodules.requests = requests = Queue(shape=REQ, depth=4)
+        m.submodules.writes = writes = Queue(shape=RWD, depth=4)
+        m.submodules.done = done = Queue(shape=NDR, depth=4)
+        m.submodules.data = data = Queue(shape=DRS, depth=4)
+        wiring.connect(m, wiring.flipped(self.m2s_req), requests.i)
+        wiring.connect(m, wiring.flipped(self.m2s_rwd), writes.i)
+        wiring.connect(m, done.o, wiring.flipped(self.s2m_ndr))
+        wiring.connect(m, data.o, wiring.flipped(self.s2m_drs))
+        now = Signal(64)
+        m.d.sync += now.eq(now + 1)
+        self._writes(m, store, writes.o, done.i)
+        self._reads(m, store, requests.o, data, now)
+        return m
+
+    def _writes(self, m, store, write, done):
+        header = write.payload.header
+        line = header.address
+        partial = header.opcode == M2SRwDOp.MEM_WR_PTL
+        m.d.comb += [
+            done.valid.eq(write.valid),
+            write.ready.eq(done.ready),
+            done.payload.valid.eq(1),
+            done.payload.tag.eq(header.tag),
+            store.write_enable.eq(write.valid & done.ready & header.valid & (line < self.lines)),
+            store.write_line.eq(line),
+            store.write_data.eq(write.payload.data),
+            store.write_mask.eq(Mux(partial, write.payload.enable, ~0)),
+            store.write_poison.eq(header.poison),
+        ]
+
+    def _reads(self, m, store, request, data, now):
+        header = request.payload
+        expected = header.opcode.matches(M2SReqOp.MEM_RD, M2SReqOp.MEM_RD_DATA) & header.valid
+        reading, tag, clock, outside = Signal(), Signal(16), Signal(), Signal()
+        answer = data.i.payload
+        m.d.comb += [
+            request.ready.eq(data.level + reading < data.depth),
+            store.read_enable.eq(request.valid & request.ready),
+            store.read_line.eq(header.address),
+            data.i.valid.eq(reading),
+            answer.header.valid.eq(1),
+            answer.header.tag.eq(~tag if self.flip_tags else tag),
+            answer.header.opcode.eq(Mux(outside, S2MDrsOp.MEM_DATA_NXM, S2MDrsOp.MEM_DATA)),
+            answer.header.poison.eq(store.read_poison & ~outside & ~clock),
+            answer.data.eq(Mux(clock, now, store.read_data)),
+        ]
+        m.d.sync += [
+            reading.eq(request.valid & request.ready & expected),
+            tag.eq(header.tag),
+            clock.eq(header.address == self.lines),
+            outside.eq(header.address > self.lines),
+        ]
