@@ -1,0 +1,204 @@
+"""Where things lie in a tenant's memory. Pure bookkeeping: nothing here reads or writes the device.
+
+Extents come from a `claim` function and are kept for good. Pages of one size share extents of one channel
+(`Pages`); everything else, tables and staging areas, lies in an arena of runs (`Arena`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from nearkv_hw.abi.config import EXTENT_BYTES
+from nearkv_hw.abi.lines import LINE_BYTES
+
+from .errors import OutOfMemoryError
+
+Claim = Callable[[int, int], int | None]
+"""Claim `count` extents from `first` on: None when they are the tenant's now, else the first taken."""
+
+
+class Extents:
+    """The extents that a tenant owns, and those it has not tried yet.
+
+    Parameters
+    ----------
+    claim : takes extents on the device.
+    extents, channels : of the device; consecutive extents lie in consecutive channels.
+    in_use : extents that the tenant owned before and that hold what this driver did not write.
+    """
+
+    def __init__(
+        self, claim: Claim, *, extents: int, channels: int, in_use: frozenset[int] = frozenset()
+    ) -> None:
+        self._claim = claim
+        self._extents = extents
+        self._channels = channels
+        self._in_use = in_use
+        self._next = 0
+        self._free: set[int] = set()
+
+    def take(self, channel: int) -> int | None:
+        """An extent of a channel, or None when there is none left."""
+        while True:
+            found = min((e for e in self._free if e % self._channels == channel), default=None)
+            if found is not None:
+                self._free.remove(found)
+                return found
+            if not self._grow(self._channels - self._next % self._channels):
+                return None
+
+    def take_run(self, count: int) -> int | None:
+        """The first of `count` consecutive extents, or None when there is no such run left."""
+        while True:
+            for first in sorted(self._free):
+                if all(first + i in self._free for i in range(count)):
+                    self._free.difference_update(range(first, first + count))
+                    return first
+            if not self._grow(count):
+                return None
+
+    def give(self, extent: int) -> None:
+        """An extent that `take` gave is free again."""
+        self._free.add(extent)
+
+    def _grow(self, count: int) -> bool:
+        """Claim some of the next `count` extents, skipping what is taken; False at the end of the memory."""
+        first = self._next
+        last = min(first + count, self._extents)
+        wanted = [e for e in range(first, last) if e not in self._in_use]
+        self._next = last
+        if not wanted:
+            return first < self._extents
+        if len(wanted) == wanted[-1] - wanted[0] + 1 and self._claim(wanted[0], len(wanted)) is None:
+            self._free.update(wanted)
+        else:
+            self._free.update(extent for extent in wanted if self._claim(extent, 1) is None)
+        return True
+
+
+class Arena:
+    """Runs of lines of any length, first fit; neighbours that are free become one run again.
+
+    Parameters
+    ----------
+    extents : where more memory comes from.
+    """
+
+    def __init__(self, extents: Extents) -> None:
+        self._extents = extents
+        self._free: list[tuple[int, int]] = []
+
+    def take(self, size_bytes: int) -> int:
+        """The address of a run of whole lines; OutOfMemoryError when the device has no such run left."""
+        size = max(-(-size_bytes // LINE_BYTES), 1) * LINE_BYTES
+        while True:
+            for index, (begin, end) in enumerate(self._free):
+                if end - begin >= size:
+                    self._free[index : index + 1] = [(begin + size, end)] if end - begin > size else []
+                    return begin
+            count = -(-size // EXTENT_BYTES)
+            first = self._extents.take_run(count)
+            if first is None:
+                raise OutOfMemoryError(
+                    f"no {count} consecutive extents left for {size} bytes; free sequences or caches, or "
+                    "open the device with a larger capacity_bytes"
+                )
+            self.give(first * EXTENT_BYTES, count * EXTENT_BYTES)
+
+    def give(self, address: int, size_bytes: int) -> None:
+        """A run that `take` gave is free again."""
+        begin, end = address, address + max(-(-size_bytes // LINE_BYTES), 1) * LINE_BYTES
+        index = bisect_left(self._free, (begin, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == begin:
+            index -= 1
+            begin = self._free.pop(index)[0]
+        self._free.insert(index, (begin, end))
+
+
+class Pages:
+    """Pages of one size, in extents of their own; no page crosses an extent.
+
+    Parameters
+    ----------
+    extents : where more memory comes from.
+    page_bytes : bytes of a page.
+    load : bytes of pages in use per channel, shared by all page sizes of the tenant; changed in place.
+    """
+
+    def __init__(self, extents: Extents, page_bytes: int, load: list[int]) -> None:
+        self._extents = extents
+        self._page_bytes = page_bytes
+        self._load = load
+        self._per_extent = EXTENT_BYTES // page_bytes
+        self._free: list[dict[int, list[int]]] = [{} for _ in load]
+        """Per channel: extents with free pages, and the addresses of these."""
+
+    def take(self, count: int, first_channel: int | None = None) -> npt.NDArray[np.uint64]:
+        """The addresses of `count` pages, one channel after the other.
+
+        They start at `first_channel`, or where the load is least; a channel that is full is passed over.
+
+        Raises
+        ------
+        OutOfMemoryError : when there are not so many left; nothing is taken then.
+        """
+        channels = len(self._load)
+        if first_channel is None:
+            first_channel = min(range(channels), key=self._load.__getitem__)
+        pages = np.zeros(count, np.uint64)
+        missing: list[int] = []
+        for offset in range(min(channels, count)):
+            wanted = range(offset, count, channels)
+            found = self._take_of((first_channel + offset) % channels, len(wanted))
+            pages[offset : offset + len(found) * channels : channels] = found
+            missing += wanted[len(found) :]
+        for index in sorted(missing):
+            for channel in sorted(range(channels), key=self._load.__getitem__):
+                found = self._take_of(channel, 1)
+                if found:
+                    pages[index] = found[0]
+                    break
+            else:
+                self.give(pages[pages != 0])
+                raise OutOfMemoryError(
+                    f"the device has no room for {count} pages of {self._page_bytes} bytes; free sequences "
+                    "or caches, or open it with a larger capacity_bytes"
+                )
+        return pages
+
+    def give(self, pages: npt.NDArray[np.uint64]) -> None:
+        """Pages that `take` gave are free again."""
+        for page in pages.tolist():
+            extent = page // EXTENT_BYTES
+            channel = extent % len(self._load)
+            self._load[channel] -= self._page_bytes
+            free = self._free[channel].setdefault(extent, [])
+            free.append(page)
+            if len(free) == self._per_extent:
+                del self._free[channel][extent]
+                self._extents.give(extent)
+
+    def _take_of(self, channel: int, count: int) -> list[int]:
+        """At most `count` pages of one channel: fewer when the channel is full."""
+        taken: list[int] = []
+        while len(taken) < count:
+            if not self._free[channel]:
+                extent = self._extents.take(channel)
+                if extent is None:
+                    break
+                base = extent * EXTENT_BYTES
+                last = base + (self._per_extent - 1) * self._page_bytes
+                self._free[channel][extent] = list(range(last, base - 1, -self._page_bytes))
+            extent, free = next(iter(self._free[channel].items()))
+            part = min(count - len(taken), len(free))
+            taken += free[: -part - 1 : -1]
+            del free[-part:]
+            if not free:
+                del self._free[channel][extent]
+        self._load[channel] += len(taken) * self._page_bytes
+        return taken

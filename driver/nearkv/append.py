@@ -1,0 +1,157 @@
+"""How rows get onto the device: pages, rows and entries first, then the one line that commits them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.memory import RowLayout, table_bytes
+from nearkv_hw.abi.numerics import MAX_ROWS
+from nearkv_sim.port import Write
+
+from .allocator import Pages
+from .codec import one, rows_to_lines
+from .directory import Directory
+from .errors import ArgumentError, OutOfMemoryError
+from .table import PageTable, RowAddresses
+from .tenant import Tenant
+
+
+class Appending:
+    """Rows on their way to the ends of several page tables of one layer.
+
+    Making it takes the memory that is needed, or nothing. Then come `writes`, a fence, `commits`, and `done`
+    (or `undo`).
+
+    Parameters
+    ----------
+    tenant, pages, layout, addresses, directory : of the cache.
+    tables : different page tables.
+    rows : rows to append to each.
+
+    Members
+    -------
+    tables : the page tables once the rows are committed: the same ones, or larger copies elsewhere.
+
+    Raises
+    ------
+    OutOfMemoryError, ArgumentError : when there is no room, or a context would become too long.
+    """
+
+    def __init__(
+        self,
+        tenant: Tenant,
+        pages: Pages,
+        layout: RowLayout,
+        addresses: RowAddresses,
+        directory: Directory,
+        tables: Many[PageTable],
+        rows: int,
+    ) -> None:
+        longest = max((table.committed for table in tables), default=0) + rows
+        if longest > MAX_ROWS:
+            raise ArgumentError(f"{rows} more rows make a context of {longest}; it may have {MAX_ROWS}")
+        self.tables: list[PageTable] = []
+        self._tenant = tenant
+        self._pages = pages
+        self._layout = layout
+        self._addresses = addresses
+        self._directory = directory
+        self._before = list(tables)
+        self._rows = rows
+        self._taken: list[npt.NDArray[np.uint64]] = []
+        try:
+            for table in tables:
+                self.tables.append(self._with_room(table))
+        except OutOfMemoryError:
+            self.undo()
+            raise
+
+    def writes(self, k: torch.Tensor, v: torch.Tensor) -> list[Write]:
+        """The operations that write rows k, v [batch, rows, kv_heads, dim], and the entries of new pages."""
+        k_lines = rows_to_lines(k.transpose(1, 2), self._layout.k_lines)
+        v_lines = rows_to_lines(v.transpose(1, 2), self._layout.v_lines)
+        addresses, data = [], []
+        for index, (before, table) in enumerate(zip(self._before, self.tables, strict=True)):
+            begin = before.committed
+            for places, lines in zip(
+                self._addresses.of(table, begin, begin + self._rows),
+                (k_lines[index], v_lines[index]),
+                strict=True,
+            ):
+                addresses.append(places.reshape(-1))
+                data.append(lines.reshape(-1, LINE_BYTES))
+            if table is not before:
+                entries = table.entry_lines(0, table.entries)
+                addresses.append(one(table.address))
+                data.append(table.header(begin + self._rows))
+            elif len(self._taken[index]):
+                entries = table.entry_lines(table.pages, self._page_count(table))
+            else:
+                continue
+            addresses.append(entries[0])
+            data.append(entries[1])
+        return [self._tenant.write(np.concatenate(addresses), np.concatenate(data))]
+
+    def commits(self) -> list[Write]:
+        """The operations that make the rows exist, a line for each table: its header, or where it moved."""
+        stayed = [table for before, table in zip(self._before, self.tables, strict=True) if table is before]
+        moved = [
+            table for before, table in zip(self._before, self.tables, strict=True) if table is not before
+        ]
+        writes = [self._directory.put(table.sequence, table.layer, [table.address]) for table in moved]
+        if stayed:
+            addresses = np.array([table.address for table in stayed], np.uint64)
+            headers = [table.header(table.committed + self._rows) for table in stayed]
+            writes.append(self._tenant.write(addresses, np.concatenate(headers)))
+        return writes
+
+    def done(self) -> None:
+        """The mirror follows what was written."""
+        for before, table in zip(self._before, self.tables, strict=True):
+            table.pages = self._page_count(table)
+            table.committed += self._rows
+            if table is not before:
+                self._tenant.arena.give(before.address, before.size_bytes)
+
+    def undo(self) -> None:
+        """Give back what was taken, when nothing was committed."""
+        for before, table in zip(self._before, self.tables, strict=False):
+            if table is not before:
+                self._tenant.arena.give(table.address, table.size_bytes)
+            table.drop(before.pages)
+        for taken in self._taken:
+            self._pages.give(taken.reshape(-1))
+
+    def _page_count(self, table: PageTable) -> int:
+        return -(-(table.committed + self._rows) // self._layout.page_rows)
+
+    def _with_room(self, table: PageTable) -> PageTable:
+        """The table, or a larger copy, with the new pages named in it."""
+        wanted = self._page_count(table) - table.pages
+        heads = table.heads
+        taken = np.zeros((heads, wanted), np.uint64)
+        self._taken.append(taken)
+        if not wanted:
+            return table
+        for head in range(heads):
+            try:
+                taken[head] = self._pages.take(wanted, self._next_channel(table, head))
+            except OutOfMemoryError:
+                self._taken[-1] = taken[:head]
+                raise
+        if table.pages + wanted > table.entries:
+            entries = max(2 * table.entries, table.pages + wanted)
+            table = table.grown(self._tenant.arena.take(table_bytes(heads, entries)), entries)
+        table.put(table.pages, taken)
+        return table
+
+    def _next_channel(self, table: PageTable, head: int) -> int | None:
+        """The channel after that of the head's last page, or None for its first page."""
+        if not table.pages:
+            return None
+        last = int(table.page_addresses(table.pages - 1, table.pages)[head, 0])
+        return (self._tenant.config.channel_of(last) + 1) % self._tenant.config.channels

@@ -1,0 +1,146 @@
+"""What calls may be given: every check that can be made before the device is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Many
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .codec import FORMATS
+from .errors import ArgumentError, DtypeError, ShapeError
+
+Bounds = npt.NDArray[np.int64]
+"""One row index per sequence of a batch."""
+Rows = tuple[int, int] | Many[tuple[int, int]]
+"""A range of rows, or one per sequence."""
+
+
+def whole_number(name: str, value: Any, low: int, high: int) -> int:
+    """`value`, when it is an integer from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
+        raise ArgumentError(f"{name}={value!r}: must be an integer from {low} to {high}")
+    return int(value)
+
+
+def tensor_of(name: str, tensor: object, shape: tuple[int | str, ...], dtype: torch.dtype) -> torch.Tensor:
+    """`tensor`, when it has the shape (names stand for any size) and the type."""
+    if not isinstance(tensor, torch.Tensor):
+        raise DtypeError(f"{name} must be a torch tensor, not {type(tensor).__name__}")
+    given, wanted = tuple(tensor.shape), f"[{', '.join(map(str, shape))}]"
+    fits = len(given) == len(shape) and all(
+        isinstance(w, str) or w == g for g, w in zip(given, shape, strict=True)
+    )
+    if not fits:
+        raise ShapeError(f"{name} has shape {list(given)}, must have {wanted}")
+    if tensor.dtype != dtype:
+        name_of = FORMATS[dtype].name if dtype in FORMATS else str(dtype)
+        raise DtypeError(
+            f"{name} is {tensor.dtype}, the cache holds {name_of}; convert with {name}.to({dtype})"
+        )
+    return tensor
+
+
+def queries_of(q: Any, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """`q`, when it is [batch, (query_rows,) q_heads, head_dim] and fits the KV heads."""
+    several = isinstance(q, torch.Tensor) and q.dim() == 4
+    queries = tensor_of("q", q, (batch, *(["query_rows"] if several else []), "q_heads", head_dim), dtype)
+    q_heads = queries.shape[-2]
+    if q_heads == 0 or q_heads % kv_heads:
+        raise ShapeError(f"q has {q_heads} heads, must have a multiple of the cache's {kv_heads} KV heads")
+    if several and queries.shape[1] == 0:
+        raise ShapeError("q has no query rows, must have at least 1")
+    return queries
+
+
+def sinks_of(sinks: Any, q_heads: int) -> torch.Tensor | None:
+    """Sinks as float32 [q_heads] on the CPU, or None."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, torch.Tensor) or sinks.dtype not in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+    ):
+        kind = sinks.dtype if isinstance(sinks, torch.Tensor) else type(sinks).__name__
+        raise DtypeError(f"sinks must be a tensor of float32 (or bfloat16, float16), not {kind}")
+    if tuple(sinks.shape) != (q_heads,):
+        raise ShapeError(f"sinks have shape {list(sinks.shape)}, must have [{q_heads}]: one per query head")
+    return sinks.detach().cpu().to(torch.float32).contiguous()
+
+
+def finite_scale(scale: Any, head_dim: int) -> float:
+    """The score's scale, 1/sqrt(head_dim) when none is given."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    try:
+        value = float(scale)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"scale={scale!r}: must be a number") from error
+    if not math.isfinite(value):
+        raise ArgumentError(f"scale={value}: must be finite")
+    return value
+
+
+def row_bounds(lengths: Bounds, window: int | None, rows: Rows | None) -> tuple[Bounds, Bounds]:
+    """The range of rows that each sequence's last query row sees, as (begin, end) arrays."""
+    begin, end = np.zeros_like(lengths), lengths.copy()
+    if rows is not None:
+        try:
+            pairs = np.broadcast_to(np.asarray(rows, np.int64), (len(lengths), 2))
+        except (TypeError, ValueError) as error:
+            raise ShapeError(
+                f"rows={rows!r}: must be (begin, end), or one pair for each of {len(lengths)} sequences"
+            ) from error
+        begin, end = pairs[:, 0].copy(), pairs[:, 1].copy()
+        if (begin < 0).any() or (begin > end).any() or (end > lengths).any():
+            raise ArgumentError(
+                f"rows={rows!r}: must keep 0 <= begin <= end <= length, lengths are {lengths.tolist()}"
+            )
+    if window is not None:
+        whole_number("window", window, 1, 1 << 62)
+        begin = np.minimum(np.maximum(begin, lengths - window), end)
+    return begin, end
+
+
+def visible_of(
+    visible: Any, batch: int, query_rows: int | None, lengths: Bounds
+) -> npt.NDArray[np.bool_] | None:
+    """`visible` as bool [batch, query_rows or 1, rows], or None.
+
+    Columns are the rows of the longest sequence; those beyond a shorter one must be False.
+    """
+    if visible is None:
+        return None
+    rows = int(lengths.max(initial=0))
+    shapes = [(batch, rows)] if query_rows is None else [(batch, rows), (batch, query_rows, rows)]
+    if not isinstance(visible, torch.Tensor) or visible.dtype != torch.bool:
+        kind = visible.dtype if isinstance(visible, torch.Tensor) else type(visible).__name__
+        raise DtypeError(f"visible must be a bool tensor, not {kind}")
+    if tuple(visible.shape) not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ShapeError(
+            f"visible has shape {list(visible.shape)}, must have {allowed}: a column per committed row"
+        )
+    mask: npt.NDArray[np.bool_] = visible.detach().cpu().numpy().reshape(batch, -1, rows)
+    beyond = np.arange(rows) >= lengths[:, None, None]
+    if (mask & beyond).any():
+        raise ArgumentError(
+            f"visible names rows that some sequence does not have; lengths are {lengths.tolist()}"
+        )
+    return mask
+
+
+def intervals(mask: npt.NDArray[np.bool_]) -> tuple[Bounds, Bounds] | None:
+    """The (begin, end) of the True columns [batch, rows], or None when some row's are not one interval."""
+    count = mask.sum(1)
+    if mask.shape[1] == 0:
+        return count.astype(np.int64), count.astype(np.int64)
+    begin = mask.argmax(1)
+    end = np.where(count > 0, mask.shape[1] - mask[:, ::-1].argmax(1), begin)
+    if (end - begin != count).any():
+        return None
+    return begin.astype(np.int64), end.astype(np.int64)

@@ -1,0 +1,1 @@
+"""Measurements behind `nearkv bench`: each group is a module that returns named results."""

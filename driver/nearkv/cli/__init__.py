@@ -1,0 +1,37 @@
+"""The command line `nearkv`. Each command is a module here with a function of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from nearkv.errors import NearkvError
+
+from . import bench, doctor, info, replay, run
+from .output import fail
+
+app = typer.Typer(
+    name="nearkv",
+    help="A CXL memory device that computes decode attention where the KV cache lives.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(doctor.doctor)
+app.command()(info.info)
+app.command()(run.run)
+app.command()(replay.replay)
+app.add_typer(bench.app)
+
+
+def main() -> None:
+    """Run the command line; what a user can put right ends as one message and status 1."""
+    from nearkv_sim.toolchain import ToolMissing
+
+    try:
+        app()
+    except (NearkvError, ToolMissing, ValueError, OSError) as error:
+        fail(error)
+        sys.exit(1)

@@ -1,0 +1,70 @@
+"""Tensors and packed records as arrays of lines, and back: the driver never builds a line byte by byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from nearkv_hw.abi import LINE_BYTES, formats
+from nearkv_hw.abi.bits import Layout
+from nearkv_sim.port import Addresses, Lines
+
+from .errors import DtypeError
+
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Element formats that this driver stores, by the names that users write."""
+FORMATS: dict[torch.dtype, formats.Format] = {
+    dtype: formats.ELEMENT_FORMATS[n] for n, dtype in DTYPES.items()
+}
+
+
+def element_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch type of an element format's name, or of itself; DtypeError when it is not stored."""
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in FORMATS:
+        names = ", ".join(repr(name) for name in DTYPES)
+        raise DtypeError(f"dtype={dtype!r}: a cache holds {names} (or the torch types of these)")
+    return found
+
+
+def rows_to_lines(rows: torch.Tensor, lines: int) -> npt.NDArray[np.uint8]:
+    """Rows [..., elements] of 16-bit elements as lines [..., lines, 64], the last one padded with zeros."""
+    codes = rows.detach().cpu().contiguous().view(torch.int16).numpy()
+    per_row = lines * LINE_BYTES // 2
+    if codes.shape[-1] != per_row:
+        padded = np.zeros((*codes.shape[:-1], per_row), np.int16)
+        padded[..., : codes.shape[-1]] = codes
+        codes = padded
+    return codes.view(np.uint8).reshape(*codes.shape[:-1], lines, LINE_BYTES)
+
+
+def lines_to_rows(lines: npt.NDArray[np.uint8], elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Lines [..., lines, 64] as rows [..., elements] of a 16-bit type."""
+    codes = lines.reshape(*lines.shape[:-2], lines.shape[-2] * LINE_BYTES).view(np.int16)[..., :elements]
+    return torch.from_numpy(codes.copy()).view(dtype)
+
+
+def column(layout: Layout, name: str, lines: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """A byte-aligned field of packed records [..., 64] as a view, to read or to assign."""
+    field, offset = layout[name], layout.offset(name)
+    if field.width not in (8, 16, 32, 64) or offset % field.width:
+        raise ValueError(f"{layout.name}.{name} is no aligned whole number of bytes")
+    kind = np.dtype(f"<{'i' if field.signed else 'u'}{field.width // 8}")
+    return lines.view(kind)[..., offset // field.width]
+
+
+def record_line(layout: Layout, **values: int) -> Lines:
+    """One packed record as lines [1, 64]."""
+    return np.frombuffer(layout.pack_bytes(values), np.uint8).reshape(1, LINE_BYTES).copy()
+
+
+def span(address: int, lines: int) -> Addresses:
+    """The addresses of consecutive lines."""
+    return np.arange(address, address + lines * LINE_BYTES, LINE_BYTES, dtype=np.uint64)
+
+
+def one(address: int) -> Addresses:
+    """One address as an array."""
+    return np.array([address], dtype=np.uint64)

@@ -1,0 +1,205 @@
+"""A device as a user holds it: opened by name, asked what it is, and given caches."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from nearkv_hw.abi import ABI_VERSION, DeviceConfig
+from nearkv_hw.abi.config import EXTENT_SHIFT
+from nearkv_hw.abi.descriptor import ATTEND, MAX_HEAD_DIM, MAX_VALUE_DIM
+from nearkv_hw.abi.memory import CACHE, RowLayout
+from nearkv_hw.abi.numerics import CONTRACT_VERSION
+from nearkv_hw.abi.window import IDENTITY, IDENTITY_LINE, MAGIC, register_address
+from nearkv_sim import open_port
+from nearkv_sim.port import Access, Port, Read
+
+from .arguments import whole_number
+from .cache import KVCache
+from .codec import element_dtype
+from .errors import ArgumentError, ClosedError, UnknownHandleError, VersionError
+from .stats import AttentionTotals, Stats, read_stats
+from .tenant import Tenant
+
+_MAX_LAYERS = (1 << CACHE["layers"].width) - 1
+_MAX_KV_HEADS = 1 << ATTEND["kv_head"].width
+
+
+def open(spec: str = "model", **overrides: Any) -> Device:
+    """Start a device and open it.
+
+    Parameters
+    ----------
+    spec : "model", "rtl" or "cocotb", with a preset of the configuration after a colon where wanted
+        ("rtl:card").
+    overrides : fields of `nearkv_hw.abi.DeviceConfig`, such as channels=1, and what
+        `nearkv_sim.open_port` takes.
+
+    Raises
+    ------
+    ValueError : for an unknown spec, preset or field, or a value out of range.
+    VersionError : when what answers is no device that this driver can use.
+
+    Examples
+    --------
+    >>> import nearkv
+    >>> with nearkv.open("model", channels=1) as dev:
+    ...     dev.config.channels
+    1
+    """
+    port = open_port(spec, **overrides)
+    try:
+        return Device(port)
+    except BaseException:
+        port.close()
+        raise
+
+
+class Device:
+    """An open device; `nearkv.open` makes it.
+
+    Parameters
+    ----------
+    port : a running device, which this one closes in the end.
+
+    Members
+    -------
+    config : what the device says that it is made of.
+    kind : how it runs: "model", "rtl", "cocotb", ...
+
+    Raises
+    ------
+    VersionError : when what answers is no nearkv device, or keeps another version of the abi or the contract.
+    """
+
+    def __init__(self, port: Port) -> None:
+        self.kind = port.kind
+        self.config = _identify(port)
+        self._port = port
+        self._tenants: dict[int, Tenant] = {}
+        self._caches: list[KVCache] = []
+        self._totals = AttentionTotals()
+        self._closed = False
+
+    def kv_cache(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: str | torch.dtype = "bf16",
+        page_rows: int = 16,
+        tenant: int = 0,
+    ) -> KVCache:
+        """A new cache in a tenant's memory.
+
+        Parameters
+        ----------
+        layers, kv_heads : layers, and KV heads of each.
+        head_dim, value_dim : elements of a K row and of a V row, 1 to 256; V is as long as K if not given.
+        dtype : "bf16" or "fp16", of K, V and queries.
+        page_rows : rows of a page, a power of two from 4; a page has to fit an extent of 1 MiB.
+        tenant : which of the device's apertures.
+
+        Raises
+        ------
+        ArgumentError, DtypeError, UnknownHandleError, ClosedError : for arguments that are not allowed.
+        OutOfMemoryError : when there is no room for the cache's record.
+        """
+        self._check_open()
+        value_dim = head_dim if value_dim is None else value_dim
+        whole_number("layers", layers, 1, _MAX_LAYERS)
+        whole_number("kv_heads", kv_heads, 1, _MAX_KV_HEADS)
+        whole_number("head_dim", head_dim, 1, MAX_HEAD_DIM)
+        whole_number("value_dim", value_dim, 1, MAX_VALUE_DIM)
+        whole_number("page_rows", page_rows, 1, 1 << 31)
+        element = element_dtype(dtype)
+        try:
+            layout = RowLayout(head_dim, value_dim, page_rows)
+        except ValueError as error:
+            raise ArgumentError(str(error)) from error
+        cache = KVCache(
+            self._tenant(tenant), self._totals, layout, layers=layers, kv_heads=kv_heads, dtype=element
+        )
+        self._caches = [known for known in self._caches if not known.closed]
+        self._caches.append(cache)
+        return cache
+
+    def stats(self) -> Stats:
+        """What the device and its channels counted since reset, and what attention took; see `Stats`."""
+        self._check_open()
+        return read_stats(self._port, self.config, self._totals)
+
+    def start_wave(self, path: Path) -> None:
+        """Record an FST of everything from here on; RuntimeError where there are no traces."""
+        self._check_open()
+        self._port.start_wave(path)
+
+    def close(self) -> None:
+        """Close all caches and end the device. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for cache in self._caches:
+                cache.abandon()
+        finally:
+            self._port.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = (
+            "closed" if self._closed else f"{self.config.channels} channels, {self.config.queries} queries"
+        )
+        return f"<{self.kind} device {self.config.name}, {state}>"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the device is closed; open it again")
+
+    def _tenant(self, aperture: int) -> Tenant:
+        known = not isinstance(aperture, bool) and isinstance(aperture, int)
+        if not known or not 0 <= aperture < self.config.apertures:
+            raise UnknownHandleError(
+                f"tenant={aperture!r}: the device has apertures 0 to {self.config.apertures - 1}"
+            )
+        if aperture not in self._tenants:
+            self._tenants[aperture] = Tenant(self._port, self.config, aperture)
+        return self._tenants[aperture]
+
+
+def _identify(port: Port) -> DeviceConfig:
+    """The configuration in the device's identity line."""
+    address = register_address(port.config, 0, IDENTITY_LINE)
+    (result,) = port.run([Read(np.array([address], np.uint64))])
+    identity = IDENTITY.unpack(result.data[0].tobytes())
+    if result.access[0] != Access.DATA or identity["magic"] != MAGIC:
+        raise VersionError(f"no nearkv device answers at {address:#x} (magic {identity['magic']:#x})")
+    for name, wanted in (
+        ("abi_version", ABI_VERSION),
+        ("contract_version", CONTRACT_VERSION),
+        ("extent_shift", EXTENT_SHIFT),
+    ):
+        if identity[name] != wanted:
+            raise VersionError(
+                f"the device has {name} {identity[name]}, this driver knows {wanted}; "
+                "use the driver of the device's release"
+            )
+    known: dict[str, Any] = {
+        f.name: type(getattr(port.config, f.name))(identity[f.name])
+        for f in fields(DeviceConfig)
+        if f.name in identity
+    }
+    return replace(port.config, **known)

@@ -1,0 +1,86 @@
+"""What the driver raises: each error is a `NearkvError`, and a built-in one too where that is natural."""
+
+from __future__ import annotations
+
+from nearkv_hw.abi import Status
+
+
+class NearkvError(Exception):
+    """The base of every error that nearkv raises on purpose."""
+
+
+class ArgumentError(NearkvError, ValueError):
+    """A value that is not allowed."""
+
+
+class ShapeError(ArgumentError):
+    """A tensor whose shape does not fit."""
+
+
+class DtypeError(NearkvError, TypeError):
+    """A tensor of a type that the cache does not hold."""
+
+
+class UnknownHandleError(NearkvError, LookupError):
+    """A layer, sequence or tenant that does not exist here."""
+
+
+class ClosedError(NearkvError, ValueError):
+    """A device, cache or sequence that was closed or freed."""
+
+
+class OutOfMemoryError(NearkvError, MemoryError):
+    """The device has no extent left that this tenant could own."""
+
+
+class VersionError(NearkvError, RuntimeError):
+    """The device is none, or one that keeps another version of the abi or of the numerics contract."""
+
+
+class DeviceTimeoutError(NearkvError, TimeoutError):
+    """The device did not answer; it takes no more work."""
+
+
+class ProtocolError(NearkvError, RuntimeError):
+    """The device answered what no device may answer."""
+
+
+class AccessError(NearkvError, RuntimeError):
+    """A line that the host read was poisoned, or no memory answered.
+
+    Members
+    -------
+    address : device address of the first such line.
+    poison : whether it was poisoned.
+    """
+
+    def __init__(self, message: str, *, address: int, poison: bool) -> None:
+        super().__init__(message)
+        self.address = address
+        self.poison = poison
+
+
+class DeviceError(NearkvError, RuntimeError):
+    """A descriptor that completed with a status other than OK.
+
+    Members
+    -------
+    status : why.
+    tag : the descriptor's tag: its number in the tenant's ring since reset.
+    detail : the page at fault, or the extent that is taken.
+    """
+
+    def __init__(self, message: str, *, status: Status, tag: int, detail: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.tag = tag
+        self.detail = detail
+
+    @property
+    def page(self) -> int | None:
+        """The index in the context of the page at fault, for the statuses that name one."""
+        return self.detail if self.status in (Status.BAD_PAGE, Status.PAGE_DENIED, Status.POISON) else None
+
+
+class MismatchError(NearkvError, AssertionError):
+    """A result whose bits are not those of the contract."""

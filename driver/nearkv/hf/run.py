@@ -1,0 +1,188 @@
+"""Greedy decoding of one prompt with the device underneath: every attention call checked, and a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+import nearkv
+
+from . import attach_store
+from .models import LoadedModel, prompt_ids
+from .rows import CheckedRows, CheckTally, DeviceRows, ReferenceRows, RowStore
+
+REFERENCE = "reference"
+"""In place of a device: rows in host memory, attention by `nearkv.reference`."""
+
+
+@dataclass
+class Report:
+    """What a run did. Device figures cover the decode steps, not the prompt; times are wall-clock seconds.
+
+    `kv_bytes` is what a device without compute would have sent for the same calls: every row's K and V in
+    whole lines. `link_bytes` is what this one moved, both directions, new rows and polling included.
+    """
+
+    model: str
+    device: str
+    prompt: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    calls: int = 0
+    calls_checked: int = 0
+    calls_equal: int = 0
+    device_cycles: int = 0
+    lines: int = 0
+    utilisation: float = 0.0
+    link_bytes: int = 0
+    kv_bytes: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    check_s: float = 0.0
+    tokens_per_s: float = 0.0
+    tokens_per_s_checked: float = 0.0
+    replay_commands: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether no checked call differed in any bit."""
+        return self.calls_equal == self.calls_checked
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields as plain values."""
+        return asdict(self)
+
+
+def run(
+    loaded: LoadedModel,
+    prompt: str,
+    *,
+    device: nearkv.Device | None,
+    max_new_tokens: int = 16,
+    dtype: str = "fp16",
+    check: bool = True,
+    replay_folder: Path = Path("replays"),
+    on_token: Callable[[str, int], None] = lambda text, count: None,
+) -> Report:
+    """Answer `prompt` greedily with every decode attention on `device`, or by the reference where it is None.
+
+    Parameters
+    ----------
+    loaded : model, tokenizer and row shape, from `nearkv.hf.load`.
+    max_new_tokens : tokens at most; an end-of-text token ends the run before.
+    dtype : format of rows and queries, "fp16" or "bf16".
+    check : hold every device call against the reference, computed from the host's own copy of the rows.
+    replay_folder : where inputs and results of an unequal call are written.
+    on_token : called with the text so far and the number of tokens.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    ids = prompt_ids(loaded, prompt)
+    report = Report(loaded.name, device.kind if device else REFERENCE, prompt, prompt_tokens=ids.shape[1])
+    with ExitStack() as stack:
+        store: RowStore = ReferenceRows(dtype)
+        rows, tally = None, CheckTally()
+        if device is not None:
+            store = rows = DeviceRows(device, loaded.rows, dtype)
+            stack.callback(rows.cache.close)
+            if check:
+                checked = CheckedRows(rows, replay_folder)
+                store, tally = checked, checked.tally
+        meter = _Meter(device, rows, tally)
+
+        def step(token: int) -> None:
+            report.tokens.append(token)
+            if len(report.tokens) == 1:
+                meter.start()
+            on_token(loaded.tokenizer.decode(report.tokens, skip_special_tokens=True), len(report.tokens))
+
+        _generate(loaded.model, attach_store(loaded.model, store), ids, max_new_tokens, step)
+        meter.stop(report)
+    report.text = loaded.tokenizer.decode(report.tokens, skip_special_tokens=True)
+    return report
+
+
+def _generate(
+    model: Any, cache: Any, ids: torch.Tensor, max_new_tokens: int, step: Callable[[int], None]
+) -> None:
+    options: dict[str, Any] = {"cache" if _takes_cache() else "past_key_values": cache}
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            streamer=_Steps(step),
+            **options,
+        )
+
+
+def _takes_cache() -> bool:
+    """Whether `generate` calls its cache argument `cache`: from transformers 5.24 on."""
+    from transformers import __version__
+
+    return tuple(int(part) for part in __version__.split(".")[:2]) >= (5, 24)
+
+
+class _Steps(BaseStreamer):  # type: ignore[misc]
+    """Hears of `generate`'s progress: the prompt's ids first, then each token as it is chosen."""
+
+    def __init__(self, step: Callable[[int], None]) -> None:
+        self._step = step
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self._step(int(value.flatten()[-1]))
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+class _Meter:
+    """Time, device counters and checks from the first token, which ends the prompt, to the last."""
+
+    def __init__(self, device: nearkv.Device | None, rows: DeviceRows | None, tally: CheckTally) -> None:
+        self._device = device
+        self._rows = rows
+        self._tally = tally
+        self._begin = time.perf_counter()
+        self._first = self._begin
+
+    def start(self) -> None:
+        """The first token is there."""
+        self._stats = self._device.stats() if self._device else None
+        self._kv_bytes = self._rows.kv_bytes if self._rows else 0
+        self._checking = self._tally.seconds
+        self._first = time.perf_counter()
+
+    def stop(self, report: Report) -> None:
+        """The last token is there: fill in the report's figures."""
+        elapsed = time.perf_counter() - self._first
+        report.prefill_s = self._first - self._begin
+        report.check_s = self._tally.seconds - self._checking
+        report.decode_s = elapsed
+        steps = len(report.tokens) - 1
+        if steps:
+            report.tokens_per_s = steps / (elapsed - report.check_s)
+            report.tokens_per_s_checked = steps / elapsed
+        report.calls_checked, report.calls_equal = self._tally.calls, self._tally.equal
+        report.replay_commands = self._tally.commands
+        if self._device and self._rows and self._stats:
+            done = self._device.stats() - self._stats
+            report.calls = self._rows.device_calls
+            report.kv_bytes = self._rows.kv_bytes - self._kv_bytes
+            report.device_cycles, report.lines = done.cycles, done.lines
+            report.utilisation, report.link_bytes = done.utilisation, done.link_bytes

@@ -1,0 +1,244 @@
+"""Attention jobs of one cache: from query tensors to descriptors, and from result lines to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from nearkv_hw.abi import LINE_BYTES, Opcode, OutputForm, Status
+from nearkv_hw.abi.descriptor import ATTEND, DESCRIPTOR_VERSION, FLAG_SINKS, MAX_GROUP
+from nearkv_hw.abi.lines import lines_of
+from nearkv_hw.abi.memory import (
+    DENOMINATOR,
+    ResultLayout,
+    RowLayout,
+)
+from nearkv_sim.port import Lines, Operation, Read
+
+from .arguments import Bounds
+from .codec import FORMATS, column, record_line, rows_to_lines, span
+from .errors import DeviceError
+from .reference import Partial, log_sum_exp
+from .ring import Completions
+from .stats import AttentionTotals
+from .tenant import Tenant
+
+FORMS: dict[torch.dtype, OutputForm] = {
+    torch.float32: OutputForm.FP32,
+    torch.bfloat16: OutputForm.BF16,
+    torch.float16: OutputForm.FP16,
+}
+_QUERY_NAN = 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One attention call: q [batch, q_heads, head_dim] over a row range of a page table each.
+
+    Members
+    -------
+    q : of the cache's type.
+    tables : device addresses of the page tables' headers, uint64 [batch].
+    begin, end : the row ranges.
+    factor : the float32 bits of the contract's c.
+    sinks : float32 [q_heads], or None.
+    form : what the device writes.
+    denominators : whether the denominators are wanted too.
+    """
+
+    q: torch.Tensor
+    tables: npt.NDArray[np.uint64]
+    begin: Bounds
+    end: Bounds
+    factor: int
+    sinks: torch.Tensor | None
+    form: OutputForm
+    denominators: bool
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Result lines [batch, q_heads, lines, 64], the last one the denominator's if wanted; completions."""
+
+    lines: npt.NDArray[np.uint8]
+    completions: Completions
+
+
+class Jobs:
+    """Makes and runs the jobs of a cache.
+
+    Parameters
+    ----------
+    tenant : whose memory it is.
+    layout : of the cache's rows.
+    dtype : of its elements and queries.
+    kv_heads : of each layer.
+    totals : where completions are counted.
+    """
+
+    def __init__(
+        self, tenant: Tenant, layout: RowLayout, dtype: torch.dtype, kv_heads: int, totals: AttentionTotals
+    ) -> None:
+        self._tenant = tenant
+        self._layout = layout
+        self._format = FORMATS[dtype].code
+        self._kv_heads = kv_heads
+        self._totals = totals
+        self._templates: dict[tuple[int, int, bool, OutputForm], Lines] = {}
+
+    def run(self, batch: Batch, before: Many[Operation] = ()) -> Finished:
+        """Run a batch in one program, after `before`.
+
+        Raises
+        ------
+        DeviceError : when a job ends with a status other than OK.
+        """
+        tenant, layout = self._tenant, self._layout
+        count, q_heads = batch.q.shape[0], batch.q.shape[1]
+        group = q_heads // self._kv_heads
+        parts = self._parts(group)
+        result_layout = ResultLayout(layout.value_dim, batch.form)
+        query_bytes, result_bytes = layout.k_lines * LINE_BYTES, result_layout.lines * LINE_BYTES
+        queries = tenant.staging("queries", count * q_heads * query_bytes)
+        results = tenant.staging("results", count * q_heads * result_bytes)
+
+        query_lines = rows_to_lines(batch.q, layout.k_lines).reshape(-1, LINE_BYTES)
+        program = [*before, tenant.write(span(queries, len(query_lines)), query_lines)]
+        template = self._template(q_heads, batch.factor, batch.sinks is not None, batch.form)
+        jobs = np.repeat(template[None], count, axis=0)
+        head = self._first_heads(group, parts)
+        sequence_head = np.arange(count, dtype=np.uint64)[:, None] * np.uint64(q_heads) + head
+        column(ATTEND, "table", jobs)[:] = batch.tables[:, None]
+        column(ATTEND, "queries", jobs)[:] = np.uint64(queries) + sequence_head * np.uint64(query_bytes)
+        column(ATTEND, "result", jobs)[:] = np.uint64(results) + sequence_head * np.uint64(result_bytes)
+        column(ATTEND, "row_begin", jobs)[:] = batch.begin[:, None]
+        column(ATTEND, "row_end", jobs)[:] = batch.end[:, None]
+        if batch.sinks is not None:
+            sink_lines = self._sink_lines(batch.sinks, group, parts)
+            sinks = tenant.staging("sinks", sink_lines.size)
+            program.append(
+                tenant.write(span(sinks, sink_lines.size // LINE_BYTES), sink_lines.reshape(-1, LINE_BYTES))
+            )
+            column(ATTEND, "sinks", jobs)[:] = sinks + np.arange(len(head)) * sink_lines.shape[1]
+
+        wanted = span(results, count * q_heads * result_layout.lines)
+        if not batch.denominators:
+            wanted = wanted.reshape(-1, result_layout.lines)[:, :-1].reshape(-1)
+        rows = int((batch.end - batch.begin).sum())
+        passes = -(-min(group, MAX_GROUP) // tenant.config.queries) * len(parts)
+        completions, reads = tenant.ring.run(
+            jobs.reshape(-1, LINE_BYTES),
+            before=program,
+            after=[Read(tenant.hosts(wanted))],
+            streamed_lines=rows * self._kv_heads * passes * (layout.k_lines + layout.v_lines),
+        )
+        self._totals.add(completions)
+        self._raise_failed(completions, template)
+        lines = tenant.checked(reads[-1], wanted)
+        return Finished(lines.reshape(count, q_heads, -1, LINE_BYTES), completions)
+
+    def _parts(self, group: int) -> list[int]:
+        """The query heads of one KV head's jobs: it is one job, unless the group is very large."""
+        return [min(MAX_GROUP, group - first) for first in range(0, group, MAX_GROUP)]
+
+    def _first_heads(self, group: int, parts: list[int]) -> npt.NDArray[np.uint64]:
+        """The first query head of each of a sequence's jobs."""
+        heads = np.arange(self._kv_heads, dtype=np.uint64)[:, None] * np.uint64(group)
+        return (heads + np.arange(len(parts), dtype=np.uint64) * np.uint64(MAX_GROUP)).reshape(-1)
+
+    def _template(self, q_heads: int, factor: int, sinks: bool, form: OutputForm) -> Lines:
+        """One sequence's descriptors without addresses and ranges: kept, because packing takes its time."""
+        key = (q_heads, factor, sinks, form)
+        if key not in self._templates:
+            group = q_heads // self._kv_heads
+            lines = [
+                record_line(
+                    ATTEND,
+                    version=DESCRIPTOR_VERSION,
+                    opcode=Opcode.ATTEND,
+                    flags=FLAG_SINKS if sinks else 0,
+                    score_factor=factor,
+                    head_dim=self._layout.head_dim,
+                    value_dim=self._layout.value_dim,
+                    group=part,
+                    query_rows=1,
+                    page_rows_log2=self._layout.page_rows.bit_length() - 1,
+                    k_format=self._format,
+                    v_format=self._format,
+                    query_format=self._format,
+                    output_form=form,
+                    kv_head=kv_head,
+                )
+                for kv_head in range(self._kv_heads)
+                for part in self._parts(group)
+            ]
+            self._templates[key] = np.concatenate(lines)
+        return self._templates[key]
+
+    def _sink_lines(self, sinks: torch.Tensor, group: int, parts: list[int]) -> npt.NDArray[np.uint8]:
+        """The sinks of one sequence's jobs [jobs, bytes], each job's in lines of its own."""
+        values = sinks.numpy().reshape(self._kv_heads, group)
+        padded = np.zeros(
+            (self._kv_heads, len(parts), lines_of(4 * max(parts)) * LINE_BYTES // 4), np.float32
+        )
+        for index, part in enumerate(parts):
+            padded[:, index, :part] = values[:, index * MAX_GROUP : index * MAX_GROUP + part]
+        return padded.view(np.uint8).reshape(self._kv_heads * len(parts), -1)
+
+    def _raise_failed(self, completions: Completions, template: Lines) -> None:
+        failed = completions.failed
+        if not failed.size:
+            return
+        first = int(failed[0])
+        sequence, job = divmod(first, len(template))
+        status, detail = Status(int(completions.status[first])), int(completions.detail[first])
+        where = (
+            f"sequence {sequence} of the batch, KV head {ATTEND.unpack(template[job].tobytes())['kv_head']}"
+        )
+        raise DeviceError(
+            f"{len(failed)} of {len(completions.status)} jobs failed; "
+            f"the first ({where}) with {status.name}, detail {detail}",
+            status=status,
+            tag=int(completions.tag[first]),
+            detail=detail,
+        )
+
+
+def values_of(finished: Finished, value_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Results [batch, q_heads, value_dim] of a finished form."""
+    lines = finished.lines[:, :, : ResultLayout(value_dim, FORMS[dtype]).planes[0]]
+    kind = np.float32 if dtype == torch.float32 else np.int16
+    lanes = np.ascontiguousarray(lines).reshape(*lines.shape[:2], -1).view(kind)[..., :value_dim]
+    return torch.from_numpy(lanes.copy()).view(dtype)
+
+
+def log_sum_exp_of(finished: Finished) -> torch.Tensor:
+    """Natural-base log-sum-exp, float32 [batch, q_heads], from the denominator lines."""
+    denominator, query_nan = _denominators(finished)
+    none = np.zeros((*query_nan.shape, 0), np.int64)
+    return log_sum_exp(Partial.from_planes(denominator, (none, none, none), query_nan))
+
+
+def partial_of(finished: Finished, value_dim: int) -> Partial:
+    """Partials of queries [batch, q_heads] from result planes."""
+    planes = []
+    begin = 0
+    for lines, kind in zip(
+        ResultLayout(value_dim, OutputForm.PARTIAL).planes, ("<i4", "<i8", "<i8", "u1"), strict=True
+    ):
+        plane = np.ascontiguousarray(finished.lines[:, :, begin : begin + lines])
+        planes.append(plane.reshape(*plane.shape[:2], -1).view(kind)[..., :value_dim].copy())
+        begin += lines
+    denominator, query_nan = _denominators(finished)
+    return Partial.from_planes(denominator, (planes[0], planes[1], planes[2]), query_nan, planes[3])
+
+
+def _denominators(
+    finished: Finished,
+) -> tuple[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.bool_]]:
+    lines = np.ascontiguousarray(finished.lines[:, :, -1])
+    top, high, low = (column(DENOMINATOR, name, lines).copy() for name in ("top", "high", "low"))
+    return (top, high, low), column(DENOMINATOR, "flags", lines) & _QUERY_NAN != 0

@@ -1,0 +1,210 @@
+"""Handles of a cache's sequences, and what lies on the device of each: page tables, and the directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+
+from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.memory import CACHE_MAGIC, ENTRIES_PER_LINE, LAYOUT_VERSION, RowLayout, table_bytes
+from nearkv_sim.port import Fence, Operation
+
+from .allocator import Pages
+from .codec import one
+from .directory import Directory
+from .errors import (
+    ArgumentError,
+    ClosedError,
+    DtypeError,
+    OutOfMemoryError,
+    ShapeError,
+    UnknownHandleError,
+)
+from .table import PageTable
+from .tenant import Tenant
+
+_FIRST_ENTRIES = ENTRIES_PER_LINE
+"""Pages that a new page table has room for; it doubles when they are used up."""
+_FIRST_SLOTS = 8
+"""Slots of a new directory; likewise."""
+
+
+class Sequence:
+    """A handle of one sequence of a cache; `KVCache.sequence` makes it, `KVCache.free` ends it.
+
+    Members
+    -------
+    slot : its place in the cache's directory on the device.
+    """
+
+    __slots__ = ("__weakref__", "_owner", "_tables", "slot")
+
+    def __init__(self, owner: Sequences, slot: int, tables: list[PageTable]) -> None:
+        self._owner = owner
+        self._tables: list[PageTable] | None = tables
+        self.slot = slot
+
+    def __repr__(self) -> str:
+        if self._tables is None:
+            return f"<freed sequence {self.slot}>"
+        return f"<sequence {self.slot} with {max(table.committed for table in self._tables)} rows>"
+
+
+class Sequences:
+    """A cache's record and directory on the device, and the sequences in it.
+
+    Parameters
+    ----------
+    tenant : in whose memory they lie.
+    pages : where sequences' pages come from.
+    layout : of their rows.
+    element_code : the format of K and V.
+    layers, kv_heads : tables of a sequence, and heads of a table.
+
+    Members
+    -------
+    directory : the mirror of the directory; another one after it grew.
+
+    Raises
+    ------
+    OutOfMemoryError : when there is no room for record and directory.
+    """
+
+    def __init__(
+        self,
+        tenant: Tenant,
+        pages: Pages,
+        layout: RowLayout,
+        *,
+        element_code: int,
+        layers: int,
+        kv_heads: int,
+    ) -> None:
+        self._tenant = tenant
+        self._pages = pages
+        self._layers = layers
+        self._kv_heads = kv_heads
+        self._geometry = {
+            "magic": CACHE_MAGIC,
+            "version": LAYOUT_VERSION,
+            "k_format": element_code,
+            "v_format": element_code,
+            "page_rows_log2": layout.page_rows.bit_length() - 1,
+            "layers": layers,
+            "kv_heads": kv_heads,
+            "head_dim": layout.head_dim,
+            "value_dim": layout.value_dim,
+        }
+        self._slots: list[Sequence | None] = [None] * _FIRST_SLOTS
+        self.directory = Directory(tenant, _FIRST_SLOTS, layers)
+        try:
+            self._record = tenant.arena.take(LINE_BYTES)
+        except OutOfMemoryError:
+            self.directory.give()
+            raise
+        tenant.run([self.directory.write_all()])
+        tenant.link(self._record, self._record_values())
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter([sequence for sequence in self._slots if sequence is not None])
+
+    def new(self) -> Sequence:
+        """A new, empty sequence; OutOfMemoryError when there is no room for its tables."""
+        if None not in self._slots:
+            self._double()
+        slot = self._slots.index(None)
+        tables = self._new_tables(slot)
+        program: list[Operation] = []
+        for table in tables:
+            program.append(self._tenant.write(one(table.address), table.header(0)))
+            program.append(self._tenant.write(*table.entry_lines(0, table.entries)))
+        program += [Fence(), self.directory.put(slot, 0, [table.address for table in tables])]
+        self._tenant.run(program)
+        sequence = self._slots[slot] = Sequence(self, slot, tables)
+        return sequence
+
+    def at(self, slot: int) -> Sequence:
+        """The sequence in a slot; UnknownHandleError when there is none."""
+        sequence = self._slots[slot] if 0 <= slot < len(self._slots) else None
+        if sequence is None:
+            raise UnknownHandleError(f"slot {slot} of the cache has no sequence")
+        return sequence
+
+    def free(self, sequence: Sequence) -> None:
+        """End a sequence and give its memory back."""
+        tables = self.tables(sequence)
+        self._tenant.run([self.directory.put(sequence.slot, 0, [0] * self._layers)])
+        for table in tables:
+            self._pages.give(table.page_addresses(0, table.pages).reshape(-1))
+            self._tenant.arena.give(table.address, table.size_bytes)
+        sequence._tables = None
+        self._slots[sequence.slot] = None
+
+    def close(self) -> None:
+        """Free all sequences, the record and the directory."""
+        for sequence in self:
+            self.free(sequence)
+        self._tenant.unlink(self._record)
+        self._tenant.arena.give(self._record, LINE_BYTES)
+        self.directory.give()
+
+    def tables(self, sequence: Sequence) -> list[PageTable]:
+        """The page tables of a handle, one per layer; an error when it is none of this cache's."""
+        if not isinstance(sequence, Sequence):
+            raise DtypeError(f"a sequence is what kv.sequence() returned, not {type(sequence).__name__}")
+        if sequence._owner is not self:
+            raise UnknownHandleError(f"{sequence!r} belongs to another cache")
+        if sequence._tables is None:
+            raise ClosedError(f"sequence {sequence.slot} was freed")
+        return sequence._tables
+
+    def table(self, sequence: Sequence, layer: int) -> PageTable:
+        """The page table of a handle in a layer."""
+        tables = self.tables(sequence)
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self._layers:
+            raise UnknownHandleError(f"layer={layer!r}: the cache has layers 0 to {self._layers - 1}")
+        return tables[layer]
+
+    def batch(self, sequences: Many[Sequence], layer: int, *, distinct: bool = False) -> list[PageTable]:
+        """The page tables of a batch in a layer; with `distinct`, an error when a sequence stands twice."""
+        tables = [self.table(sequence, layer) for sequence in sequences]
+        if not tables:
+            raise ShapeError("the batch has no sequence, must have at least one")
+        if distinct and len({id(table) for table in tables}) != len(tables):
+            raise ArgumentError(
+                f"{[s.slot for s in sequences]} names a sequence twice: rows would have no order"
+            )
+        return tables
+
+    def replace(self, sequences: Many[Sequence], layer: int, tables: Many[PageTable]) -> None:
+        """The mirror follows tables that moved."""
+        for sequence, table in zip(sequences, tables, strict=True):
+            self.tables(sequence)[layer] = table
+
+    def _new_tables(self, slot: int) -> list[PageTable]:
+        tables: list[PageTable] = []
+        try:
+            for layer in range(self._layers):
+                address = self._tenant.arena.take(table_bytes(self._kv_heads, _FIRST_ENTRIES))
+                place = {"layer": layer, "sequence": slot, "cache": self._record}
+                tables.append(PageTable(address, _FIRST_ENTRIES, heads=self._kv_heads, **place))
+        except OutOfMemoryError:
+            for table in tables:
+                self._tenant.arena.give(table.address, table.size_bytes)
+            raise
+        return tables
+
+    def _double(self) -> None:
+        """Twice the slots: a larger directory first, then the record that names it."""
+        old, self.directory = self.directory, self.directory.larger()
+        self._tenant.run([self.directory.write_all()])
+        self._tenant.rewrite(self._record, self._record_values())
+        self._slots += [None] * len(self._slots)
+        old.give()
+
+    def _record_values(self) -> dict[str, int]:
+        return {
+            **self._geometry,
+            "sequences": self.directory.sequences,
+            "directory": self.directory.address,
+        }

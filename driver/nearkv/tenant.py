@@ -1,0 +1,196 @@
+"""One tenant of a device: its aperture, its command ring, and the memory that it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from nearkv_hw.abi import LINE_BYTES, DeviceConfig, Opcode, Status
+from nearkv_hw.abi.config import EXTENT_BYTES
+from nearkv_hw.abi.descriptor import CLAIM, DESCRIPTOR_VERSION
+from nearkv_hw.abi.memory import CACHE, LAYOUT_VERSION, ROOT, ROOT_MAGIC
+from nearkv_sim.port import Access, Addresses, Lines, Operation, Port, Read, ReadResult, Write
+
+from .allocator import Arena, Extents, Pages
+from .codec import column, one, record_line
+from .errors import AccessError, DeviceError, OutOfMemoryError, VersionError
+from .ring import CommandRing
+
+
+class Tenant:
+    """What caches of one tenant share.
+
+    Addresses are device addresses everywhere but in programs, where `host` turns them into host addresses.
+
+    Parameters
+    ----------
+    port : the device.
+    config : what the device says of itself.
+    aperture : the tenant's number.
+
+    Raises
+    ------
+    OutOfMemoryError : when other tenants own the whole memory.
+    """
+
+    def __init__(self, port: Port, config: DeviceConfig, aperture: int) -> None:
+        self.config = config
+        self.aperture = aperture
+        self.ring = CommandRing(port, config, aperture)
+        self._port = port
+        self._base = aperture * config.aperture_bytes
+        self._load = [0] * config.channels
+        self._pages: dict[int, Pages] = {}
+        self._staging: dict[str, tuple[int, int]] = {}
+        owned = self._owned_extents() if self.ring.posted else []
+        self.extents = Extents(
+            self._claim, extents=config.extents, channels=config.channels, in_use=frozenset(owned)
+        )
+        self.arena = Arena(self.extents)
+        self._chain: list[int] = []
+        """Addresses of this driver's cache records, in the order in which the root leads to them."""
+        if owned:
+            self._root = owned[0] * EXTENT_BYTES
+            self._earlier = self._attach()
+        else:
+            self._root = self._format()
+            self._earlier = 0
+
+    @property
+    def device_kind(self) -> str:
+        """How the device runs."""
+        return self._port.kind
+
+    def host(self, address: int) -> int:
+        """The host address of a device address."""
+        return self._base + address
+
+    def hosts(self, addresses: Addresses) -> Addresses:
+        """The host addresses of device addresses."""
+        return addresses + np.uint64(self._base)
+
+    def write(self, addresses: Addresses, data: Lines) -> Write:
+        """The operation that writes lines at device addresses."""
+        return Write(self.hosts(addresses), data)
+
+    def run(self, program: Sequence[Operation]) -> list[ReadResult]:
+        """Carry out a program of memory accesses."""
+        return self._port.run(program)
+
+    def read(self, addresses: Addresses) -> Lines:
+        """Lines [n, 64] at device addresses; AccessError as `checked` has it."""
+        (result,) = self._port.run([Read(self.hosts(addresses))])
+        return self.checked(result, addresses)
+
+    def checked(self, result: ReadResult, addresses: Addresses) -> Lines:
+        """The data of a read; AccessError when a line is poisoned or is no memory of the tenant's."""
+        if result.access.any():
+            index = int(np.flatnonzero(result.access)[0])
+            address, poison = int(addresses[index]), result.access[index] == Access.POISON
+            raise AccessError(
+                f"line {address:#x} of tenant {self.aperture} "
+                + ("is poisoned: what it held is lost" if poison else "is outside what the tenant owns"),
+                address=address,
+                poison=bool(poison),
+            )
+        return result.data
+
+    def pages(self, page_bytes: int) -> Pages:
+        """The pages of one size."""
+        if page_bytes not in self._pages:
+            self._pages[page_bytes] = Pages(self.extents, page_bytes, self._load)
+        return self._pages[page_bytes]
+
+    def staging(self, name: str, size_bytes: int) -> int:
+        """The address of an area that every batch uses anew; it grows when a batch needs more."""
+        address, size = self._staging.get(name, (0, 0))
+        if size < size_bytes:
+            grown = 1 << (size_bytes - 1).bit_length()
+            larger = self.arena.take(grown)
+            if size:
+                self.arena.give(address, size)
+            address, size = larger, grown
+            self._staging[name] = address, size
+        return address
+
+    def link(self, record: int, values: dict[str, int]) -> None:
+        """Write a new cache record at `record` and put it at the head of the tenant's chain."""
+        self._chain.insert(0, record)
+        self.rewrite(record, values)
+        self._write_root(record)
+
+    def rewrite(self, record: int, values: dict[str, int]) -> None:
+        """Write a cache record anew, where it is in the chain."""
+        self.run([self.write(one(record), record_line(CACHE, **values, next=self._following(record)))])
+
+    def unlink(self, record: int) -> None:
+        """Take a cache record out of the chain."""
+        index, following = self._chain.index(record), self._following(record)
+        if index == 0:
+            self._write_root(following)
+        else:
+            before = one(self._chain[index - 1])
+            line = self.read(before).copy()
+            column(CACHE, "next", line)[:] = following
+            self.run([self.write(before, line)])
+        del self._chain[index]
+
+    def _following(self, record: int) -> int:
+        index = self._chain.index(record) + 1
+        return self._chain[index] if index < len(self._chain) else self._earlier
+
+    def _claim(self, first: int, count: int) -> int | None:
+        line = record_line(
+            CLAIM,
+            version=DESCRIPTOR_VERSION,
+            opcode=Opcode.CLAIM_EXTENTS,
+            first_extent=first,
+            extent_count=count,
+        )
+        completions, _ = self.ring.run(line)
+        status = Status(int(completions.status[0]))
+        if status is Status.OK:
+            return None
+        detail = int(completions.detail[0])
+        if status is Status.EXTENT_TAKEN:
+            return detail
+        raise DeviceError(
+            f"claim of {count} extents from {first}: {status.name}",
+            status=status,
+            tag=int(completions.tag[0]),
+            detail=detail,
+        )
+
+    def _owned_extents(self) -> list[int]:
+        """The extents that an earlier session of this tenant claimed: those that answer."""
+        firsts = np.arange(self.config.extents, dtype=np.uint64) * np.uint64(EXTENT_BYTES)
+        (result,) = self._port.run([Read(self.hosts(firsts))])
+        owned: list[int] = np.flatnonzero(result.access != Access.OUTSIDE).tolist()
+        return owned
+
+    def _format(self) -> int:
+        """Claim the first extent and write the root record into its first line."""
+        extent = self.extents.take_run(1)
+        if extent is None:
+            raise OutOfMemoryError(
+                f"tenant {self.aperture}: other tenants own all {self.config.extents} extents"
+            )
+        root = extent * EXTENT_BYTES
+        self.arena.give(root + LINE_BYTES, EXTENT_BYTES - LINE_BYTES)
+        self._root = root
+        self._write_root(0)
+        return root
+
+    def _attach(self) -> int:
+        """The first cache record of an earlier session, which this one leaves as it is."""
+        values = ROOT.unpack(self.read(one(self._root))[0].tobytes())
+        if values["magic"] != ROOT_MAGIC or values["version"] != LAYOUT_VERSION:
+            raise VersionError(
+                f"tenant {self.aperture} owns extent {self._root // EXTENT_BYTES}, but no root record of "
+                f"version {LAYOUT_VERSION} is there (magic {values['magic']:#x}, version {values['version']})"
+            )
+        return values["first_cache"]
+
+    def _write_root(self, first_cache: int) -> None:
+        line = record_line(ROOT, magic=ROOT_MAGIC, version=LAYOUT_VERSION, first_cache=first_cache)
+        self.run([self.write(one(self._root), line)])

@@ -1,0 +1,29 @@
+"""Devices for the driver's tests. RTL devices are shared by all tests, because a start takes its time."""
+
+from collections.abc import Iterator
+
+import nearkv
+import pytest
+from nearkv.device import Device
+
+
+@pytest.fixture(scope="session")
+def rtl_device() -> Iterator[Device]:
+    with nearkv.open("rtl") as device:
+        yield device
+
+
+@pytest.fixture(params=["model", pytest.param("rtl", marks=pytest.mark.rtl)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """A `small` device of either kind; caches are to be closed by the test that makes them."""
+    if request.param == "rtl":
+        yield request.getfixturevalue("rtl_device")
+    else:
+        with nearkv.open("model") as model:
+            yield model
+
+
+@pytest.fixture
+def model() -> Iterator[Device]:
+    with nearkv.open("model") as device:
+        yield device

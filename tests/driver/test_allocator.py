@@ -1,0 +1,119 @@
+"""The allocator: nothing overlaps, nothing leaks, pages rotate over channels and never cross an extent."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nearkv.allocator import Arena, Extents, Pages
+from nearkv.errors import OutOfMemoryError
+from nearkv_hw.abi.config import EXTENT_BYTES
+
+
+class Memory:
+    """A device's extents, some of them another tenant's."""
+
+    def __init__(self, extents: int, taken: frozenset[int] = frozenset()) -> None:
+        self.taken = taken
+        self.extents = extents
+        self.claimed: set[int] = set()
+
+    def claim(self, first: int, count: int) -> int | None:
+        wanted = range(first, first + count)
+        assert wanted.stop <= self.extents
+        for extent in wanted:
+            if extent in self.taken:
+                return extent
+        self.claimed.update(wanted)
+        return None
+
+    def tenant(self, channels: int = 2) -> Extents:
+        return Extents(self.claim, extents=self.extents, channels=channels)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * EXTENT_BYTES // 2)), max_size=40), st.data())
+@settings(deadline=None, print_blob=True)
+def test_runs_of_an_arena_never_overlap(steps, data):
+    memory = Memory(64, taken=frozenset({3, 10, 11}))
+    arena = Arena(memory.tenant())
+    runs: dict[int, int] = {}
+    for take, size in steps:
+        if take or not runs:
+            address = arena.take(size)
+            assert address % 64 == 0
+            assert set(range(address >> 20, (address + size - 1 >> 20) + 1)) <= memory.claimed
+            for other, length in runs.items():
+                assert address + size <= other or other + length <= address
+            runs[address] = size
+        else:
+            address = data.draw(st.sampled_from(sorted(runs)))
+            arena.give(address, runs.pop(address))
+    claimed = len(memory.claimed)
+    for address, size in runs.items():
+        arena.give(address, size)
+    if claimed:
+        arena.take(EXTENT_BYTES)
+    assert len(memory.claimed) == claimed, "what was given back is one run again"
+
+
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([128, 4096, 96 << 10, 1 << 20]),
+    st.lists(st.integers(-20, 60), max_size=25),
+)
+@settings(deadline=None, print_blob=True)
+def test_pages_rotate_and_never_overlap(channels, page_bytes, steps):
+    memory = Memory(4096, taken=frozenset(range(5, 9)))
+    load = [0] * channels
+    pages = Pages(memory.tenant(channels), page_bytes, load)
+    used: list[int] = []
+    for count in steps:
+        if count > 0:
+            least = min(load)
+            first = load.index(least)
+            taken = pages.take(count)
+            place = [page // EXTENT_BYTES % channels for page in taken.tolist()]
+            assert place == [(first + i) % channels for i in range(count)]
+            used += taken.tolist()
+        else:
+            pages.give(np.array(used[:-count], np.uint64))
+            del used[:-count]
+        assert len(set(used)) == len(used)
+        for page in used:
+            assert page // EXTENT_BYTES in memory.claimed
+            assert page % EXTENT_BYTES % page_bytes == 0
+            assert page % EXTENT_BYTES + page_bytes <= EXTENT_BYTES
+        assert sum(load) == len(used) * page_bytes
+
+
+def test_a_full_channel_is_passed_over_and_a_full_device_takes_nothing():
+    memory = Memory(4, taken=frozenset({1}))
+    load = [0, 0]
+    pages = Pages(memory.tenant(), EXTENT_BYTES, load)
+    assert (pages.take(3) >> np.uint64(20)).tolist() == [0, 3, 2]
+    before = list(load)
+    with pytest.raises(OutOfMemoryError, match="no room for 1 pages of 1048576 bytes"):
+        pages.take(1)
+    assert load == before
+    pages.give(np.array([2 << 20], np.uint64))
+    with pytest.raises(OutOfMemoryError):
+        pages.take(2)
+    assert pages.take(1).tolist() == [2 << 20], "the failed call gave back what it had taken"
+
+
+def test_an_empty_extent_serves_another_page_size():
+    memory = Memory(2)
+    extents = memory.tenant(channels=1)
+    load = [0]
+    small, large = Pages(extents, 4096, load), Pages(extents, EXTENT_BYTES, load)
+    taken = small.take(300)
+    with pytest.raises(OutOfMemoryError):
+        large.take(1)
+    small.give(taken)
+    assert len(large.take(2)) == 2
+
+
+def test_an_arena_without_room_says_so():
+    arena = Arena(Memory(4, taken=frozenset({2})).tenant())
+    with pytest.raises(OutOfMemoryError, match="no 3 consecutive extents left"):
+        arena.take(5 * EXTENT_BYTES // 2)
+    assert arena.take(2 * EXTENT_BYTES) == 0

