@@ -25,7 +25,9 @@ def _layout(module, name):
     for field in layout:
         low = layout.offset(field.name)
         high = low + field.width - 1
-        label = "reserved, zero" if field.reserved else f"`{field.name}`" + (", signed" if field.signed else "")
+        label = (
+            "reserved, zero" if field.reserved else f"`{field.name}`" + (", signed" if field.signed else "")
+        )
         rows.append(f"| {high if high == low else f'{high}:{low}'} | {label} | {field.doc} |")
     return "\n".join(rows)
 
@@ -55,8 +57,13 @@ def _member_docs(module, name):
 def _config(*_):
     presets = {name: config.to_dict() for name, config in PRESETS.items()}
     fields = [field for field in next(iter(presets.values())) if field != "name"]
-    rows = ["| field | " + " | ".join(f"`{name}`" for name in presets) + " |", "|---" * (len(presets) + 1) + "|"]
-    rows += [f"| `{field}` | " + " | ".join(str(p[field]) for p in presets.values()) + " |" for field in fields]
+    rows = [
+        "| field | " + " | ".join(f"`{name}`" for name in presets) + " |",
+        "|---" * (len(presets) + 1) + "|",
+    ]
+    rows += [
+        f"| `{field}` | " + " | ".join(str(p[field]) for p in presets.values()) + " |" for field in fields
+    ]
     return "\n".join(rows)
 
 

@@ -1,0 +1,57 @@
+# amaranth: UnusedElaboratable=no
+"""The product: exact, normalised, with the exponent of its leading one, zero for a zero factor; latency."""
+
+import cocotb
+import pytest
+from amaranth.hdl import signed
+from nearkv_hw.abi.numerics import WEIGHT_BITS
+from nearkv_hw.arithmetic.decode import SIGNIFICAND_BITS, Element
+from nearkv_hw.arithmetic.product import (
+    FACTOR_EXPONENT_BITS,
+    PRODUCT_BITS,
+    PRODUCT_EXPONENT_BITS,
+    Product,
+)
+from nearkv_sim.cocotb.runner import run
+from nearkv_sim.cocotb.streams import random, start
+from pipe_bench import through
+
+INPUTS = {"factor": WEIGHT_BITS, "factor_exponent": signed(FACTOR_EXPONENT_BITS), "element": Element}
+OUTPUTS = {"significand": PRODUCT_BITS, "exponent": signed(PRODUCT_EXPONENT_BITS)}
+
+
+@pytest.mark.rtl
+def test_product():
+    run(Product(), module=__file__)
+
+
+@cocotb.test()
+async def multiplies_exactly(dut):
+    await start(dut)
+    rng = random("products")
+
+    def significand(bits):
+        low, high = 1 << bits - 1, (1 << bits) - 1
+        return rng.choice([0, low, high, rng.randint(low, high), rng.randint(low, high)])
+
+    limit = 1 << FACTOR_EXPONENT_BITS - 1
+    items = [
+        {
+            "factor": significand(WEIGHT_BITS),
+            "factor_exponent": rng.choice(
+                [-limit, limit - 1, rng.randrange(-limit, limit), rng.randrange(-9, 9)]
+            ),
+            "element": {"significand": significand(SIGNIFICAND_BITS), "exponent": rng.randrange(-133, 128)},
+        }
+        for _ in range(10_000)
+    ]
+    carried = set()
+    async for item, out in through(dut, INPUTS, OUTPUTS, items, Product.latency_cycles):
+        product = item["factor"] * item["element"]["significand"]
+        assert (out["significand"] == 0) == (product == 0)
+        if product:
+            carry = product >> PRODUCT_BITS - 1
+            carried.add(carry)
+            assert out["significand"] == product << 1 - carry
+            assert out["exponent"] == item["factor_exponent"] + item["element"]["exponent"] + carry
+    assert carried == {0, 1}

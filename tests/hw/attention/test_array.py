@@ -1,0 +1,206 @@
+# amaranth: UnusedElaboratable=no
+"""The array: query, K and V lines and reads in any order give exact dot products, sums and lane flags."""
+
+import cocotb
+import pytest
+from amaranth.lib import data
+from attention_golden import decode_all, dot_product, merge, term
+from cocotb.triggers import RisingEdge
+from nearkv_hw.abi.formats import BF16, FP16, Special
+from nearkv_hw.abi.memory import LANE_NAN, LANE_NEGATIVE_INFINITY, LANE_POSITIVE_INFINITY
+from nearkv_hw.arithmetic.binned import empty_top
+from nearkv_hw.arithmetic.score import DOT_TOP_BITS
+from nearkv_hw.arithmetic.weight import Weight
+from nearkv_hw.attention.array import Array, array_operation, row_dots
+from nearkv_hw.interfaces import LanePartial
+from nearkv_sim.cocotb.payload import pack, unpack
+from nearkv_sim.cocotb.runner import parameters, run
+from nearkv_sim.cocotb.streams import random, start, value
+from unit_cases import codes
+
+
+@pytest.mark.rtl
+@pytest.mark.parametrize(
+    "shape",
+    [{"lanes": 4, "queries": 2, "finish_lanes": 2}, {"lanes": 8, "queries": 1, "finish_lanes": 4}],
+    ids=lambda shape: f"{shape['lanes']}x{shape['queries']}",
+)
+def test_array(shape):
+    array = Array(**shape)
+    run(array, module=__file__, parameters={**shape, "row_cycles": array.row_cycles})
+
+
+ROW_LINES = 3
+"""Lines of every row of this test, K and V."""
+
+
+class Model:
+    """What the array holds, and what each operation must give."""
+
+    def __init__(self, lanes, queries, finish_lanes):
+        self.lanes, self.queries, self.finish_lanes = lanes, queries, finish_lanes
+        self.kept = {}
+        self.sums = {}
+        self.flags = {}
+        self.dots = None
+
+    def load(self, operation, elements):
+        self.kept[operation["query"], operation["bank"], operation["line"]] = elements
+
+    def score(self, operation, elements):
+        """The row's dot products after its last line, else None."""
+        if operation["line"] == 0:
+            self.dots = [dot_product([], []) for _ in range(self.queries)]
+        for query, dot in enumerate(self.dots):
+            for a, b in zip(self.kept[query, operation["bank"], operation["line"]], elements, strict=True):
+                dot.add(a, b)
+        return self.dots if operation["last"] else None
+
+    def value(self, operation, elements, weights):
+        for query, weight in enumerate(weights):
+            for lane, element in enumerate(elements):
+                place = query, operation["bank"], operation["line"], lane
+                if operation["first"]:
+                    self.sums[place], self.flags[place] = None, 0
+                if weight["significand"] == 0:
+                    continue
+                if element.special is Special.NAN:
+                    self.flags[place] |= LANE_NAN
+                elif element.special:
+                    self.flags[place] |= LANE_NEGATIVE_INFINITY if element.sign else LANE_POSITIVE_INFINITY
+                else:
+                    self.sums[place] = merge(
+                        self.sums[place],
+                        term(
+                            element.sign,
+                            weight["significand"] * element.significand,
+                            weight["exponent"] - 17 + element.exponent,
+                        ),
+                    )
+
+    def read(self, operation):
+        """State and flags of the lanes that are read, None where nothing was ever added."""
+        first = operation["read_group"] * self.finish_lanes
+        places = [
+            (operation["read_query"], operation["read_bank"], operation["read_line"], lane)
+            for lane in range(first, first + self.finish_lanes)
+        ]
+        return [(self.sums[p], self.flags[p]) if p in self.sums else None for p in places]
+
+
+@cocotb.test()
+@cocotb.parametrize(kind=["plain", "special"])
+async def equals_the_contract(dut, kind):
+    await start(dut)
+    rng = random("operations", kind)
+    lanes, queries, finish_lanes = (parameters()[name] for name in ("lanes", "queries", "finish_lanes"))
+    model = Model(lanes, queries, finish_lanes)
+    layout = array_operation(lanes, queries, finish_lanes)
+
+    def line(operation):
+        half = operation["half"]
+        word = codes(rng, FP16 if half else BF16, lanes, kind)
+        present = rng.choice([(1 << lanes) - 1, rng.getrandbits(lanes)])
+        elements = decode_all(
+            [code if present >> lane & 1 else 0 for lane, code in enumerate(word)], FP16 if half else BF16
+        )
+        return sum(code << 16 * lane for lane, code in enumerate(word)), present, elements
+
+    items = []
+
+    def add(operation, weights=None):
+        operation = {"half": rng.getrandbits(1), **operation}
+        if not operation.get("value") and rng.random() < 0.5:
+            operation |= {
+                "read": 1,
+                "read_bank": rng.getrandbits(1),
+                "read_query": rng.randrange(queries),
+                "read_line": rng.randrange(ROW_LINES),
+                "read_group": rng.randrange(lanes // finish_lanes),
+            }
+        word, present, elements = line(operation)
+        if operation.get("value"):  # all lanes of V count
+            present = (1 << lanes) - 1
+            elements = decode_all(
+                [word >> 16 * lane & 0xFFFF for lane in range(lanes)], FP16 if operation["half"] else BF16
+            )
+        dots = None
+        if operation.get("load"):
+            model.load(operation, elements)
+        elif operation.get("score"):
+            dots = model.score(operation, elements)
+        elif operation.get("value"):
+            model.value(operation, elements, weights)
+        read = model.read(operation) if operation.get("read") else None
+        items.append((operation, word, present, weights, dots, read))
+
+    begun = set()
+    for bank in (0, 1):
+        for query in range(queries):
+            for number in range(ROW_LINES):
+                add({"load": 1, "bank": bank, "query": query, "line": number})
+    for _ in range(400):
+        bank = rng.getrandbits(1)
+        what = rng.choice(["score", "score", "value", "value", "value", "load", "idle"])
+        if what == "load":
+            add({"load": 1, "bank": bank, "query": rng.randrange(queries), "line": rng.randrange(ROW_LINES)})
+        elif what == "idle":
+            add({})
+        elif what == "score":
+            for number in range(ROW_LINES):
+                add({"score": 1, "bank": bank, "line": number, "last": int(number == ROW_LINES - 1)})
+        else:
+            first = int(bank not in begun or rng.random() < 0.1)
+            begun.add(bank)
+            weights = [
+                {
+                    "significand": rng.choice([0, *[rng.randrange(1 << 17, 1 << 18) for _ in range(5)]]),
+                    "exponent": rng.choice([rng.randrange(-3, 4), rng.randrange(-70, 70)]),
+                }
+                for _ in range(queries)
+            ]
+            for number in range(ROW_LINES):
+                add({"value": 1, "bank": bank, "line": number, "first": first}, weights)
+
+    row_cycles = parameters()["row_cycles"]
+    edge = RisingEdge(dut.clk)
+    rows = reads = 0
+    for cycle in range(len(items) + max(row_cycles, Array.read_cycles)):
+        if cycle < len(items):
+            operation, word, present, *_ = items[cycle]
+            dut.operation.value = pack(layout, operation)
+            dut.line.value = word
+            dut.present.value = present
+        else:
+            dut.operation.value = 0
+        at_weight = cycle - Array.weight_cycles
+        weights = items[at_weight][3] if 0 <= at_weight < len(items) else None
+        if weights:
+            dut.weights.value = pack(data.ArrayLayout(Weight, queries), weights)
+        await edge
+        done = cycle - row_cycles
+        dots = items[done][4] if 0 <= done < len(items) else None
+        assert value(dut.row_valid) == (dots is not None)
+        if dots is not None:
+            row = unpack(row_dots(queries), value(dut.row))
+            assert row["bank"] == items[done][0]["bank"]
+            for got, dot in zip(row["dots"], dots, strict=True):
+                rows += 1
+                assert got["nan"] == dot.nan
+                if not dot.nan:
+                    assert (got["positive"], got["negative"]) == (dot.positive, dot.negative)
+                some = got["top"] != empty_top(DOT_TOP_BITS)
+                assert ((got["top"], got["high"], got["low"]) if some else None) == dot.state
+        done = cycle - Array.read_cycles
+        read = items[done][5] if 0 <= done < len(items) else None
+        assert value(dut.read_valid) == (read is not None)
+        if read is not None:
+            got = unpack(data.ArrayLayout(LanePartial, finish_lanes), value(dut.lanes_read))
+            for lane, expected in zip(got, read, strict=True):
+                if expected is not None:
+                    reads += 1
+                    held = lane["state"]
+                    assert ((held["top"], held["high"], held["low"]) if held["some"] else None) == expected[0]
+                    assert lane["flags"] == expected[1]
+    assert rows > 50
+    assert reads > 100

@@ -1,0 +1,276 @@
+# amaranth: UnusedElaboratable=no
+"""The attention unit: contract vectors and random passes bit for bit, faults, sinks, counters, rate."""
+
+import json
+import math
+from collections import deque
+from pathlib import Path
+
+import cocotb
+import pytest
+from attention_golden import float32_bits
+from cocotb.triggers import RisingEdge
+from nearkv_hw.abi.descriptor import Status
+from nearkv_hw.abi.formats import BF16, FP16, QUERY_FORMATS
+from nearkv_hw.attention.unit import COUNTERS, AttentionUnit
+from nearkv_hw.interfaces import (
+    BeatKind,
+    Fault,
+    PageItem,
+    QueryLine,
+    ReadRequest,
+    ReadResponse,
+    UnitJob,
+    partial_beat,
+)
+from nearkv_sim.cocotb.payload import pack
+from nearkv_sim.cocotb.runner import parameters, run
+from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycle, cycles, random, start, value
+from unit_cases import Passes, codes, random_pass
+
+VECTORS = Path(__file__).parents[2] / "conformance" / "data" / "contract.json"
+LATENCY_CYCLES = 40
+
+
+@pytest.mark.rtl
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"lanes": 8, "queries": 2, "finish_lanes": 2},
+        {"lanes": 8, "queries": 4, "finish_lanes": 4, "weight_pipes": 2},
+        {"lanes": 32, "queries": 4, "finish_lanes": 2},
+    ],
+    ids=lambda shape: f"{shape['lanes']}x{shape['queries']}",
+)
+def test_attention_unit(shape):
+    run(AttentionUnit(**shape, fifo_depth=LATENCY_CYCLES + 8), module=__file__, parameters=shape)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lanes": 12}, "lanes must be 4, 8, 16 or 32, not 12"),
+        ({"queries": 3}, "queries must be 1, 2, 4, 8 or 16, not 3"),
+        ({"finish_lanes": 3}, "finish_lanes must be 2, 4 or 8 and at most half of lanes=32, not 3"),
+        (
+            {"lanes": 4, "finish_lanes": 4},
+            "finish_lanes must be 2, 4 or 8 and at most half of lanes=4, not 4",
+        ),
+        ({"fifo_depth": 3}, "fifo_depth must be an integer of at least 4, not 3"),
+        ({"weight_pipes": 3}, "pipes must divide queries=4, not 3"),
+    ],
+)
+def test_parameters_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionUnit(**arguments)
+
+
+class Bench:
+    """A unit with a memory behind it, and the passes that it gets."""
+
+    def __init__(self, dut, name, *, idle=0.0, backpressure=0.0):
+        self.dut = dut
+        self.rng = random(name)
+        self.passes = Passes(parameters()["lanes"])
+        self.finish_lanes = parameters()["finish_lanes"]
+        self.idle = idle
+        self.responses = []  # cycles of the answers
+        self._sources = {
+            name: StreamSource(dut, name, idle=idle, shape=shape)
+            for name, shape in (("jobs", UnitJob), ("queries", QueryLine), ("pages", PageItem))
+        }
+        self._asked = deque()
+        StreamSink(dut, "memory_request", backpressure=backpressure, shape=ReadRequest, deliver=self._request)
+        self.partials = StreamSink(
+            dut, "partials", backpressure=backpressure, shape=partial_beat(self.finish_lanes)
+        )
+        cocotb.start_soon(self._memory())
+
+    def _request(self, request):
+        assert request["tenant"] == 1
+        late = self.rng.randrange(60) if self.rng.random() < self.idle / 10 else 0
+        due = max(cycle() + LATENCY_CYCLES - 1 + late, self._asked[-1][0] + 1 if self._asked else 0)
+        self._asked.append((due, request["line"]))
+
+    async def _memory(self):
+        edge = RisingEdge(self.dut.clk)
+        while True:
+            here = bool(self._asked) and self._asked[0][0] <= cycle()
+            self.dut.memory_response_valid.value = here
+            if here:
+                _, line = self._asked.popleft()
+                response = {"data": self.passes.memory[line], "fault": self.passes.faults.get(line, 0)}
+                self.dut.memory_response_payload.value = pack(ReadResponse, response)
+                self.responses.append(cycle())
+            elif self.idle:
+                self.dut.memory_response_payload.value = self.rng.getrandbits(514)
+            await edge
+
+    async def run(self):
+        """Send everything, check every beat of every pass."""
+        for name, source in self._sources.items():
+            source.send(getattr(self.passes, name))
+        for number, (job, expected) in enumerate(zip(self.passes.jobs, self.passes.expected, strict=True)):
+            await self._check_pass(f"pass {number}", job, expected)
+        assert len(self.partials) == 0
+
+    async def _check_pass(self, name, job, expected):
+        denominators = await self.partials.receive(job["queries"])
+        per_query = -(-expected.value_dim // self.finish_lanes)
+        lanes = await self.partials.receive(job["queries"] * per_query)
+        (end,) = await self.partials.receive(1)
+        assert {beat["kind"] for beat in denominators} == {BeatKind.DENOMINATOR.value}
+        assert {beat["kind"] for beat in lanes} == {BeatKind.LANES.value}
+        assert end["kind"] == BeatKind.END.value
+        got = end["status"], end["page"], end["lines"]
+        assert got == (expected.status, expected.page, expected.lines), name
+        for query, golden in enumerate(expected.partials):
+            where = f"{name} {job} query {query}"
+            beat = denominators[query]["lanes"][0]
+            assert beat["flags"] & 1 == golden.nan, where
+            if golden.nan:
+                continue
+            assert state(beat) == golden.denominator, where
+            own = [x for beat in lanes[query * per_query : (query + 1) * per_query] for x in beat["lanes"]]
+            own = own[: expected.value_dim]
+            assert [lane["flags"] for lane in own] == golden.flags, where
+            assert [state(lane) for lane in own] == golden.lanes, where
+
+
+def state(lane):
+    """The golden's form of a lane's state."""
+    held = lane["state"]
+    return (held["top"], held["high"], held["low"]) if held["some"] else None
+
+
+def vector_state(numbers):
+    """The golden's form of a vector's state."""
+    return None if numbers[0] is None else tuple(numbers)
+
+
+@cocotb.test()
+async def passes_the_contract_vectors(dut):
+    await start(dut)
+    bench = Bench(dut, "vectors", idle=0.3, backpressure=0.3)
+    count = 0
+    for vector in json.loads(VECTORS.read_text()):
+        if not {vector["k_format"], vector["v_format"]} <= set(QUERY_FORMATS):
+            continue
+        visible = vector["visible"] or [True] * len(vector["k"])
+        rows = [row for row, seen in zip(vector["k"], visible, strict=True) if seen]
+        values = [row for row, seen in zip(vector["v"], visible, strict=True) if seen]
+        bench.passes.add(
+            [vector["q"]],
+            rows,
+            values,
+            value_dim=len(vector["v"][0]) if vector["v"] else 8,
+            q_format=QUERY_FORMATS[vector["q_format"]],
+            k_format=QUERY_FORMATS[vector["k_format"]],
+            v_format=QUERY_FORMATS[vector["v_format"]],
+            factor_bits=float32_bits(vector["scale"] * math.log2(math.e)),
+            sinks=None if vector["sink"] is None else [float32_bits(float(vector["sink"]))],
+            page_rows=bench.rng.choice([4, 16]),
+        )
+        # the vector's own states, not the golden's, are what must come out
+        (golden,) = bench.passes.expected[-1].partials
+        assert golden.nan == vector["query_nan"], vector["name"]
+        if not golden.nan:
+            golden.denominator = vector_state(vector["denominator"])
+            golden.lanes = [vector_state(numbers) for numbers in vector["numerators"]] or golden.lanes
+        count += 1
+    assert count == 44
+    await bench.run()
+
+
+@cocotb.test()
+@cocotb.parametrize(idle=[0.0, 0.4], backpressure=[0.0, 0.7])
+async def random_passes_equal_the_contract(dut, idle, backpressure):
+    await start(dut)
+    bench = Bench(dut, f"random {idle} {backpressure}", idle=idle, backpressure=backpressure)
+    for _ in range(8):
+        random_pass(bench.passes, bench.rng, parameters()["queries"])
+    await bench.run()
+    await cycles(dut, 2)
+    counters = {name: value(getattr(dut, name)) for name in COUNTERS}
+    lines = sum(expected.lines for expected in bench.passes.expected)
+    assert counters["unit_lines"] == lines
+    assert counters["unit_lines"] + counters["unit_no_data"] + counters["unit_wait"] == counters["unit_busy"]
+    assert counters["partial_beats"] == len(bench.partials.cycles)
+
+
+@cocotb.test()
+async def short_rows_follow_each_other_without_a_hazard(dut):
+    """Rows of one line each, every sum changed in every cycle, tops rising and falling."""
+    await start(dut)
+    bench = Bench(dut, "short rows")
+    lanes, queries = parameters()["lanes"], parameters()["queries"]
+    for format in (BF16, FP16):
+        bench.passes.add(
+            [codes(bench.rng, format, lanes) for _ in range(queries)],
+            [codes(bench.rng, format, lanes, "wide" if format is FP16 else "plain") for _ in range(100)],
+            [codes(bench.rng, format, lanes, "wide") for _ in range(100)],
+            value_dim=lanes,
+            q_format=format,
+            k_format=format,
+            v_format=format,
+            factor_bits=float32_bits(3.0),
+        )
+    await bench.run()
+
+
+@cocotb.test()
+async def faults_end_up_in_the_pass_that_met_them(dut):
+    await start(dut)
+    bench = Bench(dut, "faults", idle=0.2, backpressure=0.2)
+    lanes = parameters()["lanes"]
+    plans = [
+        ({}, Status.OK, 0),
+        ({1: Fault.DENIED}, Status.PAGE_DENIED, 1),
+        ({2: Fault.OUTSIDE}, Status.PAGE_DENIED, 2),
+        ({0: Fault.POISON, 2: Fault.DENIED}, Status.POISON, 0),
+        ({3: Fault.POISON}, Status.POISON, 3),
+        ({}, Status.OK, 0),
+    ]
+    for plan, status, page in plans:
+        first_page, first_line = len(bench.passes.pages), len(bench.passes.memory)
+        bench.passes.add(
+            [codes(bench.rng, BF16, 2 * lanes)],
+            [codes(bench.rng, BF16, 2 * lanes) for _ in range(16)],
+            [codes(bench.rng, BF16, lanes) for _ in range(16)],
+            value_dim=lanes,
+            page_rows=4,
+            golden=not plan,
+        )
+        for number, fault in plan.items():
+            pages = bench.passes.pages[first_page:]
+            area = bench.rng.choice(["k_line", "v_line"]) if len(plan) == 1 else "k_line"
+            bench.passes.faults[pages[number][area] + bench.rng.randrange(4)] = fault.value
+        expected = bench.passes.expected[-1]
+        expected.status, expected.page = status.value, page
+        assert len(bench.passes.memory) - first_line == expected.lines
+    await bench.run()
+
+
+@cocotb.test()
+@cocotb.parametrize(row_lines=[2, 4])
+async def long_passes_take_a_line_per_cycle(dut, row_lines):
+    """At least 98 % from the first line to the last, over several passes."""
+    await start(dut)
+    bench = Bench(dut, "rate")
+    lanes, queries = parameters()["lanes"], parameters()["queries"]
+    dim = row_lines * lanes
+    rows = [codes(bench.rng, BF16, dim) for _ in range(16)] * (1024 // row_lines // 16)
+    for _ in range(3):
+        bench.passes.add(
+            [codes(bench.rng, BF16, dim) for _ in range(queries)],
+            rows,
+            rows,
+            value_dim=dim,
+            factor_bits=float32_bits(0.1),
+            golden=False,
+        )
+    await bench.run()
+    took = bench.responses[-1] - bench.responses[0] + 1
+    rate = len(bench.responses) / took
+    print(f"{len(bench.responses)} lines in {took} cycles, {rate:.4f} per cycle")
+    assert rate >= 0.98

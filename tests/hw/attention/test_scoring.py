@@ -1,0 +1,162 @@
+# amaranth: UnusedElaboratable=no
+"""Scoring: rows become the contract's weights and denominators, in order; sinks, dropped rows, NaN; rate."""
+
+import cocotb
+import pytest
+from amaranth.lib import data
+from attention_golden import float32, float32_bits, merge, score_of, score_of_sink, term, weight_of
+from cocotb.triggers import RisingEdge
+from nearkv_hw.arithmetic.binned import empty_top
+from nearkv_hw.arithmetic.score import DOT_TOP_BITS, Factor
+from nearkv_hw.arithmetic.weight import Weight
+from nearkv_hw.attention.array import BANKS, row_dots
+from nearkv_hw.attention.scoring import (
+    SCORE_QUEUE_ROWS,
+    WEIGHT_SLOTS,
+    Scoring,
+    denominator_read,
+    opening,
+)
+from nearkv_hw.interfaces import State
+from nearkv_sim.cocotb.payload import pack, unpack
+from nearkv_sim.cocotb.runner import parameters, run
+from nearkv_sim.cocotb.streams import StreamSource, cycle, random, start, value
+
+
+@pytest.mark.rtl
+@pytest.mark.parametrize(("queries", "pipes"), [(4, 1), (4, 2), (1, 1)])
+def test_scoring(queries, pipes):
+    run(
+        Scoring(queries=queries, pipes=pipes),
+        module=__file__,
+        parameters={"queries": queries, "pipes": pipes},
+    )
+
+
+@pytest.mark.parametrize("pipes", [0, 3, 1.0])
+def test_pipes_are_checked(pipes):
+    with pytest.raises(ValueError, match=f"pipes must divide queries=4, not {pipes}"):
+        Scoring(queries=4, pipes=pipes)
+
+
+def random_factor(rng):
+    """(float32 bits, the normalised factor)."""
+    bits = float32_bits(rng.choice([0.0, 1.0, -1.0, rng.uniform(-2, 2)]))
+    sign, m, e = float32(bits)
+    shift = 24 - m.bit_length() if m else 0
+    return bits, {"significand": m << shift, "exponent": e - shift if m else 0, "negative": sign}
+
+
+def random_dot(rng):
+    special = rng.random() < 0.1
+    return {
+        "top": rng.choice([empty_top(DOT_TOP_BITS), 0, 0, 1, 1]),
+        "high": rng.randrange(-64, 64) if rng.random() < 0.8 else rng.randrange(-(1 << 40), 1 << 40),
+        "low": rng.randrange(-(1 << 40), 1 << 40),
+        **{name: int(special and rng.random() < 0.3) for name in ("nan", "positive", "negative")},
+    }
+
+
+class Query:
+    """The golden's view of one query's pass."""
+
+    def __init__(self, sink):
+        self.denominator, self.nan = None, False
+        if sink is None:
+            return
+        if sink >> 23 & 255 == 255:
+            self.nan = sink != 0xFF800000
+        else:
+            self._add(score_of_sink(sink))
+
+    def _add(self, score):
+        p, n = weight_of(score)
+        self.denominator = merge(self.denominator, term(0, p, n - 17))
+        return p, n
+
+    def row(self, dot, factor_bits):
+        """The row's weight, or None."""
+        infinite = dot["positive"] or dot["negative"]
+        if dot["nan"] or infinite:
+            sign, m, _ = float32(factor_bits)
+            up = dot["negative"] if sign else dot["positive"]
+            self.nan |= bool(dot["nan"] or (dot["positive"] and dot["negative"]) or m == 0 or up)
+            return None
+        state = None if dot["top"] == empty_top(DOT_TOP_BITS) else (dot["top"], dot["high"], dot["low"])
+        return self._add(score_of(state, factor_bits))
+
+
+@cocotb.test()
+@cocotb.parametrize(idle=[0.0, 0.7])
+async def equals_the_contract(dut, idle):
+    await start(dut)
+    rng = random("passes", idle)
+    queries, pipes = parameters()["queries"], parameters()["pipes"]
+    openings = StreamSource(dut, "openings", idle=idle, shape=opening(queries))
+    reads = StreamSource(dut, "reads", idle=idle, shape=denominator_read(queries))
+    edge = RisingEdge(dut.clk)
+    slot = 0
+    factors, counts = [{}, {}], [1, 1]
+    for number in range(12):
+        bank = number % BANKS
+        count = counts[bank] = rng.randint(1, queries)
+        factor_bits, factors[bank] = random_factor(rng)
+        dut.factors.value = pack(data.ArrayLayout(Factor, BANKS), factors)
+        dut.counts.value = pack(data.ArrayLayout(queries.bit_length(), BANKS), counts)
+        sinks = [
+            rng.choice(
+                [float32_bits(rng.uniform(-9, 9)), 0xFF800000, rng.choice([0x7F800000, 0x7FC00000, 0])]
+            )
+            for _ in range(queries)
+        ]
+        has_sinks = rng.getrandbits(1)
+        openings.send([{"bank": bank, "sinks": has_sinks, "values": sinks}])
+        await openings.drained()
+        golden = [Query(sink if has_sinks else None) for sink in sinks[:count]]
+
+        rows = [[random_dot(rng) for _ in range(queries)] for _ in range(rng.choice([0, 1, 5, 50]))]
+        weights = [
+            [query.row(dots[index], factor_bits) for index, query in enumerate(golden)] for dots in rows
+        ]
+        sent = taken = weighed = shown = 0
+        begun = cycle()
+        while shown < len(rows):
+            here = sent < len(rows) and sent - taken < SCORE_QUEUE_ROWS and rng.random() >= idle
+            # a row's slot is used again only after it was shown
+            here = here and sent - shown < WEIGHT_SLOTS
+            dut.row_valid.value = int(here)
+            row = {"dots": rows[sent], "bank": bank} if here else {"bank": 1 - bank}
+            dut.row.value = pack(row_dots(queries), row)
+            sent += here
+            show = shown < weighed
+            dut.slot.value = (slot + shown) % WEIGHT_SLOTS
+            await edge
+            taken += value(dut.row_taken)
+            if show:
+                got = unpack(data.ArrayLayout(Weight, queries), value(dut.weights))
+                for weight, expected in zip(got, weights[shown], strict=False):
+                    if expected is None:
+                        assert weight["significand"] == 0
+                    else:
+                        assert (weight["significand"], weight["exponent"]) == expected
+                shown += 1
+            weighed += value(dut.row_weighed)
+        dut.row_valid.value = 0
+        slot += len(rows)
+        if idle == 0 and len(rows) == 50:  # one query per pipe and cycle
+            per_row = min(count, queries // pipes)
+            assert cycle() - begun <= 50 * per_row + Scoring.weigh_cycles + 5
+
+        reads.send([{"bank": bank, "query": index} for index in range(count)])
+        answers = []
+        while len(answers) < count:
+            await edge
+            if value(dut.denominator_valid):
+                state = unpack(State, value(dut.denominator))
+                held = (state["top"], state["high"], state["low"]) if state["some"] else None
+                answers.append((held, bool(value(dut.query_nan)), cycle()))
+        for (held, nan, when), asked, query in zip(answers, reads.cycles[-count:], golden, strict=True):
+            assert nan == query.nan
+            assert nan or held == query.denominator
+            # seen at the edge that ends the cycle in which it is there
+            assert when - 1 - asked == Scoring.read_cycles

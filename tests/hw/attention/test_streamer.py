@@ -1,0 +1,133 @@
+# amaranth: UnusedElaboratable=no
+"""The order of lines: every row once, V behind its K, K as far ahead as there are slots, no cycle lost."""
+
+import cocotb
+import pytest
+from amaranth.lib import data
+from cocotb.triggers import RisingEdge
+from nearkv_hw.attention.array import BANKS
+from nearkv_hw.attention.scoring import WEIGHT_SLOTS
+from nearkv_hw.attention.streamer import LineKind, Streamer, geometry, line_tag
+from nearkv_hw.interfaces import PageItem, ReadRequest
+from nearkv_sim.cocotb.payload import pack
+from nearkv_sim.cocotb.runner import parameters, run
+from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
+
+
+@pytest.mark.rtl
+def test_streamer():
+    run(Streamer(lanes=32, depth=16), module=__file__, parameters={"lanes": 32})
+
+
+class Bench:
+    """Sends passes, starts them in turn, and follows the tags."""
+
+    def __init__(self, dut, name, *, idle=0.0, backpressure=0.0):
+        self.dut = dut
+        self.rng = random(name)
+        lanes = parameters()["lanes"]
+        self.pages = StreamSource(dut, "pages", idle=idle, shape=PageItem)
+        self.requests = StreamSink(dut, "requests", backpressure=backpressure, shape=ReadRequest)
+        self.tags = StreamSink(dut, "tags", backpressure=backpressure, shape=line_tag(lanes))
+        self.expected = []  # per pass: ([K lines], [V lines]) as (line, position, last, page)
+        self.geometry = [{}, {}]
+
+    def set_geometry(self, bank, k_lines, v_lines):
+        self.geometry[bank] = {"tenant": bank + 1, "k_last": k_lines - 1, "v_last": v_lines - 1}
+        self.dut.geometry.value = pack(
+            data.ArrayLayout(geometry(parameters()["lanes"]), BANKS), self.geometry
+        )
+
+    async def start(self, bank):
+        self.dut.start.value = 1 << bank
+        await RisingEdge(self.dut.clk)
+        self.dut.start.value = 0
+
+    def send(self, bank, pages):
+        """Send a pass of (rows) pages; returns its lines."""
+        k_lines, v_lines = (self.geometry[bank][name] + 1 for name in ("k_last", "v_last"))
+        items, k, v = [], [], []
+        for page, rows in enumerate(pages):
+            k_line, v_line = self.rng.getrandbits(30), self.rng.getrandbits(30)
+            items.append({"last": 0, "page": page, "k_line": k_line, "v_line": v_line, "rows": rows})
+            for lines, first, per_row in ((k, k_line, k_lines), (v, v_line, v_lines)):
+                lines += [
+                    (first + row * per_row + n, n, int(n == per_row - 1), page)
+                    for row in range(rows)
+                    for n in range(per_row)
+                ]
+        self.pages.send([*items, {"last": 1}])
+        return k, v
+
+
+@cocotb.test()
+@cocotb.parametrize(idle=[0.0, 0.5], backpressure=[0.0, 0.5])
+async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
+    await start(dut)
+    bench = Bench(dut, f"rows {idle} {backpressure}", idle=idle, backpressure=backpressure)
+    plans = [(1, 1), (4, 2), (2, 8), (1, 3), (8, 8), (1, 1)]
+    for bank in range(BANKS):
+        bench.set_geometry(bank, *plans[bank])
+    for bank in range(BANKS):
+        await bench.start(bank)
+    for number, (k_lines, v_lines) in enumerate(plans):
+        bank = number % BANKS
+        if number >= BANKS:  # as the loader does: the earlier pass of the bank is over
+            bench.set_geometry(bank, k_lines, v_lines)
+            await bench.start(bank)
+        pages = [bench.rng.choice([1, 3, 4, 16, 17, 40]) for _ in range(bench.rng.choice([0, 1, 6]))]
+        lines = dict(zip((LineKind.K, LineKind.V), bench.send(bank, pages), strict=True))
+        at = dict.fromkeys(lines, 0)
+        rows = dict.fromkeys(lines, 0)
+        ends = []
+        while LineKind.V_END not in ends:
+            (tag,) = await bench.tags.receive()
+            kind = LineKind(tag["kind"])
+            if kind in (LineKind.K_END, LineKind.V_END):
+                ends.append(kind)
+                continue
+            (request,) = await bench.requests.receive()
+            got = request["line"], tag["line"], tag["last"], tag["page"]
+            assert got == lines[kind][at[kind]]
+            assert request["tenant"] == bank + 1
+            at[kind] += 1
+            rows[kind] += tag["last"]
+            ahead = rows[LineKind.K] - rows[LineKind.V]
+            assert 0 <= ahead <= WEIGHT_SLOTS
+        assert ends == [LineKind.K_END, LineKind.V_END]
+        assert at == {kind: len(expected) for kind, expected in lines.items()}
+    await cycles(dut, 20)
+    assert len(bench.tags) == len(bench.requests) == 0
+
+
+@cocotb.test()
+@cocotb.parametrize(page_rows=[4, 16, 64], row_lines=[(1, 1), (4, 4), (2, 1)])
+async def loses_no_cycle(dut, page_rows, row_lines):
+    """Once V has begun, every cycle has a request until the passes end, over pages and a change of passes."""
+    await start(dut)
+    bench = Bench(dut, "rate")
+    count = 0
+    for bank in range(BANKS):
+        bench.set_geometry(bank, *row_lines)
+    for bank in range(BANKS):
+        await bench.start(bank)
+        k, v = bench.send(bank, [page_rows] * (512 // page_rows))
+        count += len(k) + len(v)
+    await bench.requests.receive(count)
+    when = bench.requests.cycles
+    first_v = WEIGHT_SLOTS * row_lines[0]
+    last_k = count - (WEIGHT_SLOTS + 16) * row_lines[1]
+    # two ends of K or V stand between, each for one cycle
+    assert when[last_k] - when[first_v] - (last_k - first_v) <= 4
+    assert when[-1] - when[0] <= count + 64
+
+
+@cocotb.test()
+async def answers_in_the_stated_time(dut):
+    await start(dut)
+    bench = Bench(dut, "latency")
+    bench.set_geometry(0, 1, 1)
+    await bench.start(0)
+    bench.send(0, [1])
+    await bench.requests.receive()
+    assert bench.requests.cycles[0] - bench.pages.cycles[0] == Streamer.request_cycles

@@ -1,0 +1,329 @@
+"""The walker against plain Python: random jobs, good and bad, with random idle, latency and backpressure."""
+
+import copy
+from collections import deque
+
+import cocotb
+import pytest
+from cocotb.triggers import RisingEdge
+from nearkv_hw.abi import Opcode, configure
+from nearkv_hw.abi.descriptor import ATTEND, CLAIM, FLAG_SINKS
+from nearkv_hw.abi.memory import ENTRY, TABLE, TABLE_MAGIC, table_entry_lines
+from nearkv_hw.command.records import Outcome, Posted, Ticket
+from nearkv_hw.command.walker import Walker
+from nearkv_hw.interfaces import (
+    FabricRequest,
+    FabricResponse,
+    OwnerRequest,
+    OwnerResponse,
+    PageItem,
+    QueryLine,
+    ResultJob,
+    UnitJob,
+)
+from nearkv_sim.cocotb.runner import parameters, run
+from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
+from walker_reference import EXTENT_LINES, Memory, Reference
+
+CAPACITY_BYTES = 64 << 20
+
+
+@pytest.mark.rtl
+@pytest.mark.parametrize(("channels", "queries"), [(2, 4), (1, 1), (4, 8)])
+def test_walker(channels, queries):
+    chosen = {"channels": channels, "queries": queries, "capacity_bytes": CAPACITY_BYTES}
+    run(Walker(config=configure("small", **chosen)), module=__file__, parameters=chosen)
+
+
+def config_of_run():
+    return configure("small", **parameters())
+
+
+class Bench:
+    """The walker with its neighbours: a fabric over `memory`, owner tables, and sinks for what it sends."""
+
+    def __init__(self, dut, config, memory, *, idle, backpressure, latency_cycles):
+        self.dut, self.memory, self.config = dut, memory, config
+        self.latency_cycles = latency_cycles
+        self.rng = random("bench")
+        self.descriptors = StreamSource(dut, "descriptors", idle=idle, shape=Posted)
+        channels = range(config.channels)
+        sink = {"backpressure": backpressure}
+        self.jobs = [StreamSink(dut, f"jobs_{n}", shape=UnitJob, **sink) for n in channels]
+        self.queries = [StreamSink(dut, f"queries_{n}", shape=QueryLine, **sink) for n in channels]
+        self.pages = [StreamSink(dut, f"pages_{n}", shape=PageItem, **sink) for n in channels]
+        self.results = StreamSink(dut, "results", shape=ResultJob, **sink)
+        self.tickets = StreamSink(dut, "tickets", shape=Ticket, **sink)
+        self.query_outcomes = StreamSink(dut, "query_outcomes", shape=Outcome, **sink)
+        self.page_outcomes = StreamSink(dut, "page_outcomes", shape=Outcome, **sink)
+        self.requests = StreamSink(dut, "fabric_request", shape=FabricRequest, **sink)
+        self.responses = StreamSource(dut, "fabric_response", shape=FabricResponse)
+        cocotb.start_soon(self.serve_fabric())
+        for n in channels:
+            asked = StreamSink(dut, f"owners_{n}_request", shape=OwnerRequest, **sink)
+            answers = StreamSource(dut, f"owners_{n}_response", idle=idle, shape=OwnerResponse)
+            cocotb.start_soon(self.serve_owner(n, asked, answers))
+
+    async def serve_fabric(self):
+        """Answers keep their order within a channel and none between channels."""
+        waiting = [deque() for _ in range(self.config.channels)]
+        edge = RisingEdge(self.dut.clk)
+        now = 0
+        while True:
+            await edge
+            now += 1
+            for request in await self.requests.receive(len(self.requests)):
+                assert not request["write"]
+                channel = request["line"] // EXTENT_LINES % self.config.channels
+                due = now + self.rng.randint(*self.latency_cycles)
+                waiting[channel].append((due, request))
+            for queue in self.rng.sample(waiting, len(waiting)):
+                if queue and queue[0][0] <= now:
+                    request = queue.popleft()[1]
+                    data, fault = self.memory.read(request["line"], request["tenant"])
+                    self.responses.send([{"id": request["id"], "data": data, "fault": fault}])
+
+    async def serve_owner(self, channel, asked, answers):
+        while True:
+            (request,) = await asked.receive()
+            extent = request["extent"] * self.config.channels + channel
+            owner = self.memory.owners.get(extent)
+            answers.send([{"owned": owner is not None, "tenant": owner or 0}])
+            if request["claim"] and owner is None:
+                self.memory.owners[extent] = request["tenant"]
+
+    async def retire(self, tickets):
+        """Acknowledge tickets as the completer would: when the outcomes of their passes are there."""
+        for expected in tickets:
+            (ticket,) = await self.tickets.receive()
+            assert ticket == expected
+            for _ in range(ticket["passes"]):
+                self.seen_queries.append((await self.query_outcomes.receive())[0])
+                self.seen_pages.append((await self.page_outcomes.receive())[0])
+            await cycles(self.dut, self.rng.randrange(5))
+            self.dut.retired.value = 1
+            await cycles(self.dut, 1)
+            self.dut.retired.value = 0
+
+    async def check(self, posted):
+        """Post descriptors and compare everything that leaves the walker."""
+        reference = Reference(self.config, copy.deepcopy(self.memory))
+        for item in posted:
+            reference.take(item)
+        sent = reference.sent
+        self.seen_queries, self.seen_pages = [], []
+        self.descriptors.send(posted)
+        await self.retire(sent.tickets)
+        assert self.seen_queries == sent.query_outcomes
+        assert self.seen_pages == sent.page_outcomes
+        for n in range(self.config.channels):
+            assert await self.jobs[n].receive(len(sent.jobs[n])) == sent.jobs[n]
+            assert await self.queries[n].receive(len(sent.queries[n])) == sent.queries[n]
+            for item, expected in zip(
+                await self.pages[n].receive(len(sent.pages[n])), sent.pages[n], strict=True
+            ):
+                assert {name: item[name] for name in expected} == expected
+        assert await self.results.receive(len(sent.results)) == sent.results
+        await cycles(self.dut, 50)
+        left = [*self.jobs, *self.queries, *self.pages, self.results, self.query_outcomes, self.page_outcomes]
+        assert not any(len(sink) for sink in left)
+        assert self.memory.owners == reference.memory.owners
+        return sent
+
+
+def random_memory(config, rng):
+    """A memory in which tenant 0 owns most extents, tenant 1 and nobody the rest."""
+    owners = rng.choices([0, 1, None], [6, 2, 1], k=config.extents)
+    owners[:2] = 0, 1
+    return Memory(config, owners={n: owner for n, owner in enumerate(owners) if owner is not None})
+
+
+def owned_line(memory, tenant, rng, lines=1):
+    """The first of some lines within an extent of the tenant."""
+    extent = rng.choice([n for n, owner in memory.owners.items() if owner == tenant])
+    return extent * EXTENT_LINES + rng.randrange(EXTENT_LINES - lines + 1)
+
+
+def random_job(memory, config, rng, tenant):
+    """A good attention job: its descriptor's fields, and its table, queries and sinks in memory."""
+    head_dim, value_dim = (rng.choice([1, 31, 32, 33, 64, 128, 129, 256]) for _ in range(2))
+    log2 = rng.choice([2, 2, 3, 4, 6])
+    entries = rng.choice([1, 3, 8, 9, 30])
+    rows = rng.randint(0, entries << log2)
+    end = rng.randint(0, rows)
+    begin = rng.choice([0, rng.randint(0, end), end])
+    heads = rng.randint(1, 3)
+    kv_head = rng.randrange(heads)
+    group = rng.choice([1, 2, 3, 4, 5, 8, 16, 17])
+    entry_lines = table_entry_lines(entries)
+    table = owned_line(memory, tenant, rng, 1 + heads * entry_lines)
+    queries = owned_line(memory, tenant, rng, group * 8)
+    sinks = owned_line(memory, tenant, rng, 8)
+    memory.lines[table] = TABLE.pack(
+        magic=TABLE_MAGIC, version=1, heads=heads, entries=entries, committed_rows=rows
+    )
+    page_lines = (-(-head_dim // 32) + -(-value_dim // 32)) << log2
+    for n in range(entry_lines * 8):
+        line = owned_line(memory, tenant, rng, page_lines)
+        put_entry(memory, table + 1 + kv_head * entry_lines, n, ENTRY.pack(valid=1, line=line))
+    for line in (*range(queries, queries + group * 8), *range(sinks, sinks + 8)):
+        memory.lines[line] = rng.getrandbits(512)
+    return {
+        "version": 1,
+        "opcode": int(Opcode.ATTEND),
+        "flags": rng.choice([0, FLAG_SINKS]),
+        "tag": rng.getrandbits(32),
+        "table": table * 64,
+        "queries": queries * 64,
+        "result": rng.randrange(config.capacity_bytes // 64) * 64,
+        "sinks": sinks * 64,
+        "row_begin": begin,
+        "row_end": end,
+        "score_factor": rng.getrandbits(32) & ~(1 << 30),
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "group": group,
+        "query_rows": 1,
+        "page_rows_log2": log2,
+        "k_format": rng.randrange(2),
+        "v_format": rng.randrange(2),
+        "query_format": rng.randrange(2),
+        "output_form": rng.randrange(4),
+        "kv_head": kv_head,
+    }
+
+
+def put_entry(memory, first_line, n, bits):
+    line = first_line + n // 8
+    shift = n % 8 * 64
+    memory.lines[line] = memory.lines.get(line, 0) & ~((1 << 64) - 1 << shift) | bits << shift
+
+
+def spoil(job, memory, rng, tenant):
+    """Make one thing of a good job bad, somewhere."""
+    table = job["table"] // 64
+    first = table + 1 + job["kv_head"] * table_entry_lines(TABLE.unpack(memory.lines[table])["entries"])
+    page = rng.randrange(
+        job["row_begin"] >> job["page_rows_log2"], (job["row_end"] >> job["page_rows_log2"]) + 1
+    )
+    foreign = owned_line(memory, 1 - tenant, rng, 16)
+    edge = owned_line(memory, tenant, rng) // EXTENT_LINES * EXTENT_LINES + EXTENT_LINES - 1
+    header = TABLE.unpack(memory.lines[table])
+
+    def change_header(**fields):
+        memory.lines[table] = TABLE.pack({**header, **fields})
+
+    choices = [
+        lambda: job.update(version=2),
+        lambda: job.update(opcode=rng.randint(3, 255)),
+        lambda: job.update(flags=1 << rng.choice([0, 2, 15])),
+        lambda: job.update(output_scale=1 << rng.randrange(32)),
+        lambda: job.update({rng.choice(["head_dim", "value_dim"]): rng.choice([0, 257, 1023])}),
+        lambda: job.update(group=rng.choice([0, 129, 255])),
+        lambda: job.update(query_rows=rng.choice([0, 2])),
+        lambda: job.update(page_rows_log2=rng.choice([0, 1, 14, 15])),
+        lambda: job.update({rng.choice(["k_format", "v_format"]): rng.randint(2, 15)}),
+        lambda: job.update({rng.choice(["query_format"]): rng.randint(2, 3)}),
+        lambda: job.update(output_form=rng.randint(4, 7)),
+        lambda: job.update(score_factor=0x7F800000 | rng.getrandbits(23) | rng.getrandbits(1) << 31),
+        lambda: job.update(
+            {rng.choice(["table", "queries", "result"]): rng.choice([1, 32, CAPACITY_BYTES, 1 << 63])}
+        ),
+        lambda: job.update(flags=FLAG_SINKS, sinks=CAPACITY_BYTES + 64),
+        lambda: job.update({rng.choice(["table", "queries"]): foreign * 64}),
+        lambda: job.update(flags=FLAG_SINKS, sinks=foreign * 64),
+        lambda: change_header(magic=header["magic"] ^ 1 << rng.randrange(32)),
+        lambda: change_header(version=2),
+        lambda: job.update(kv_head=header["heads"]),
+        lambda: change_header(heads=2047, entries=(1 << 32) - 1) or job.update(kv_head=2046),
+        lambda: job.update(row_begin=job["row_end"] + 1),
+        lambda: change_header(committed_rows=max(job["row_end"] - 1, 0)),
+        lambda: change_header(committed_rows=(1 << 32) - 1) or job.update(row_end=(1 << 32) - 1),
+        lambda: change_header(committed_rows=1 << 31, entries=1 << 31) or job.update(row_end=1 << 23),
+        lambda: put_entry(memory, first, page, ENTRY.pack(line=foreign)),
+        lambda: put_entry(memory, first, page, 1 | 1 << rng.choice([1, 5, 52, 63])),
+        lambda: put_entry(memory, first, page, ENTRY.pack(valid=1, line=edge)),
+        lambda: put_entry(memory, first, page, ENTRY.pack(valid=1, line=CAPACITY_BYTES // 64)),
+        lambda: put_entry(memory, first, page, ENTRY.pack(valid=1, line=1 << 45)),
+        lambda: memory.poisoned.add(rng.choice([table, first + page // 8])),
+        lambda: memory.poisoned.add(job["queries"] // 64 + rng.randrange(8)),
+        lambda: memory.poisoned.add(job["sinks"] // 64),
+    ]
+    rng.choice(choices)()
+
+
+def random_descriptors(memory, config, rng, count):
+    """Posted descriptors of two tenants: good jobs, spoilt jobs, claims, fences and noise."""
+    posted = []
+    for index in range(count):
+        tenant = rng.choices([0, 1], [3, 1])[0]
+        kind = rng.choices(["job", "spoilt", "claim", "nop", "noise"], [10, 10, 2, 1, 2])[0]
+        if kind in ("job", "spoilt"):
+            job = random_job(memory, config, rng, tenant)
+            if kind == "spoilt":
+                spoil(job, memory, rng, tenant)
+            line = ATTEND.pack(job)
+        elif kind == "claim":
+            line = CLAIM.pack(
+                version=1,
+                opcode=Opcode.CLAIM_EXTENTS,
+                tag=index,
+                flags=rng.choices([0, 2], [5, 1])[0],
+                first_extent=rng.choice([rng.randrange(config.extents), (1 << 32) - 1]),
+                extent_count=rng.choice([0, 1, 2, 3, config.extents]),
+            )
+        elif kind == "nop":
+            line = 1 | rng.choice([0, 0, 1 << 300]) | index << 32
+        else:
+            line = rng.getrandbits(512) & ~0xFFFF | 1 | rng.randrange(3) << 8
+        posted.append({"tenant": tenant, "index": index, "fetched": rng.getrandbits(32), "line": line})
+    return posted
+
+
+@cocotb.test()
+async def sends_what_the_layouts_say(dut):
+    config, rng = config_of_run(), random("scenario")
+    memory = random_memory(config, rng)
+    dut.retired.value = 0
+    await start(dut)
+    bench = Bench(dut, config, memory, idle=0.3, backpressure=0.4, latency_cycles=(2, 60))
+    await bench.check(random_descriptors(memory, config, rng, 150))
+
+
+@cocotb.test()
+async def sends_one_page_per_cycle(dut):
+    """A long table of small pages, nothing in the way: a page per cycle, all channels together."""
+    config, rng = config_of_run(), random("pages")
+    memory = Memory(config, owners=dict.fromkeys(range(config.extents), 0))
+    await start(dut)
+    bench = Bench(dut, config, memory, idle=0, backpressure=0, latency_cycles=(40, 40))
+    job = random_job(memory, config, rng, 0)
+    entries = 256
+    table = job["table"] // 64
+    job.update(
+        row_begin=0, row_end=4 * entries, page_rows_log2=2, kv_head=0, group=1, head_dim=32, value_dim=32
+    )
+    memory.lines[table] = TABLE.pack(
+        magic=TABLE_MAGIC, version=1, heads=1, entries=entries, committed_rows=4 * entries
+    )
+    for n in range(entries):
+        put_entry(memory, table + 1, n, ENTRY.pack(valid=1, line=n * EXTENT_LINES % (CAPACITY_BYTES // 64)))
+    await bench.check([{"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}])
+    taken = sorted(cycle for sink in bench.pages for cycle in sink.cycles)
+    assert taken[-1] - taken[0] <= entries + 2, taken
+
+
+@cocotb.test()
+async def first_page_comes_soon(dut):
+    """From a posted descriptor to the first page: two memory reads and the walker's own 21 cycles."""
+    config, rng = config_of_run(), random("first page")
+    memory = Memory(config, owners=dict.fromkeys(range(config.extents), 0))
+    latency = 40
+    await start(dut)
+    bench = Bench(dut, config, memory, idle=0, backpressure=0, latency_cycles=(latency, latency))
+    job = random_job(memory, config, rng, 0)
+    while job["row_begin"] == job["row_end"]:
+        job = random_job(memory, config, rng, 0)
+    await bench.check([{"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}])
+    first = min(cycle for sink in bench.pages for cycle in sink.cycles)
+    assert first - bench.descriptors.cycles[0] <= 2 * (latency + 3) + 21

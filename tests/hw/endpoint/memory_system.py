@@ -1,0 +1,62 @@
+"""Endpoint, fabric and channels together, as in the device, with everything around them left open."""
+
+from amaranth.hdl import Module
+from amaranth.lib import stream, wiring
+from amaranth.lib.wiring import In, Out
+from nearkv_hw.endpoint.endpoint import Endpoint
+from nearkv_hw.endpoint.messages import DRS, NDR, REQ, RWD
+from nearkv_hw.interfaces import FabricPort, OwnerPort, UnitMemory
+from nearkv_hw.memory.channel import MemoryChannel
+from nearkv_hw.memory.fabric import Fabric
+
+
+class MemorySystem(wiring.Component):
+    """The host's streams, the window, one more master; every channel's unit, owner port and violations."""
+
+    def __init__(self, *, config):
+        self.config = config
+        self.endpoint = Endpoint(config=config)
+        self.fabric = Fabric(masters=2, config=config)
+        self.channels = [MemoryChannel(channel=c, config=config) for c in range(config.channels)]
+        super().__init__(
+            {
+                "m2s_req": In(stream.Signature(REQ)),
+                "m2s_rwd": In(stream.Signature(RWD)),
+                "s2m_ndr": Out(stream.Signature(NDR)),
+                "s2m_drs": Out(stream.Signature(DRS)),
+                "window": Out(FabricPort()),
+                "other": In(FabricPort()),
+                "units": In(UnitMemory()).array(config.channels),
+                "owners": In(OwnerPort()).array(config.channels),
+                "violations": Out(64).array(config.channels),
+                "outside_reads": Out(64),
+                "outside_writes": Out(64),
+            }
+        )
+
+    @property
+    def read_cycles(self):
+        """From a MemRd to its MemData on an idle device."""
+        endpoint, fabric = self.endpoint, self.fabric
+        way_in = endpoint.request_cycles + fabric.request_cycles
+        way_out = fabric.answer_cycles + endpoint.answer_cycles
+        return way_in + self.channels[0].fabric_latency_cycles + way_out
+
+    def elaborate(self, platform):
+        m = Module()
+        m.submodules.endpoint, m.submodules.fabric = self.endpoint, self.fabric
+        for name in ("m2s_req", "m2s_rwd", "s2m_ndr", "s2m_drs", "window"):
+            wiring.connect(m, wiring.flipped(getattr(self, name)), getattr(self.endpoint, name))
+        wiring.connect(m, self.endpoint.memory, self.fabric.masters[0])
+        wiring.connect(m, wiring.flipped(self.other), self.fabric.masters[1])
+        for c, channel in enumerate(self.channels):
+            m.submodules[f"channel_{c}"] = channel
+            wiring.connect(m, self.fabric.channels[c], channel.fabric)
+            wiring.connect(m, wiring.flipped(self.units[c]), channel.unit)
+            wiring.connect(m, wiring.flipped(self.owners[c]), channel.owner)
+            m.d.comb += self.violations[c].eq(channel.violations)
+        m.d.comb += [
+            self.outside_reads.eq(self.endpoint.outside_reads),
+            self.outside_writes.eq(self.endpoint.outside_writes),
+        ]
+        return m

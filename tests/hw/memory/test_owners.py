@@ -1,0 +1,123 @@
+# amaranth: UnusedElaboratable=no
+"""The owner table: nothing is owned after reset, a claim takes what is free and no more, checks see it."""
+
+import cocotb
+import pytest
+from cocotb.triggers import RisingEdge
+from nearkv_hw.abi import configure
+from nearkv_hw.interfaces import OwnerRequest, OwnerResponse
+from nearkv_hw.memory.owners import OwnerTable
+from nearkv_sim.cocotb.runner import parameters, run
+from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start, value
+
+
+@pytest.mark.rtl
+@pytest.mark.parametrize("extents", [1, 1024])
+def test_owner_table(extents):
+    table = OwnerTable(config=configure("small", capacity_bytes=2 * extents << 20))
+    run(
+        table,
+        module=__file__,
+        parameters={
+            "extents": extents,
+            "clear_cycles": table.clear_cycles,
+            "latency_cycles": table.latency_cycles,
+            "port_latency_cycles": table.port_latency_cycles,
+        },
+    )
+
+
+def test_config_is_checked():
+    with pytest.raises(TypeError, match="config must be a DeviceConfig, not 'small'"):
+        OwnerTable(config="small")
+
+
+def bench(dut, idle=0.0, backpressure=0.0):
+    source = StreamSource(dut, "port_request", shape=OwnerRequest, idle=idle)
+    return source, StreamSink(dut, "port_response", shape=OwnerResponse, backpressure=backpressure)
+
+
+async def checked(dut, extent):
+    """The owner as an access meets it: a tenant or None."""
+    dut.check.value = 1
+    dut.extent.value = extent
+    await RisingEdge(dut.clk)
+    dut.check.value = 0
+    dut.extent.value = 0
+    for _ in range(parameters()["latency_cycles"]):
+        await RisingEdge(dut.clk)
+    owner = value(dut.owner)
+    return owner >> 1 if owner & 1 else None
+
+
+@cocotb.test()
+@cocotb.parametrize(idle=[0.0, 0.5], backpressure=[0.0, 0.7])
+async def claims_are_atomic(dut, idle, backpressure):
+    rng = random("claims")
+    await start(dut)
+    source, sink = bench(dut, idle, backpressure)
+    extents = parameters()["extents"]
+    owners, expected, requests = {}, [], []
+    for _ in range(300):
+        extent, tenant, claim = rng.randrange(min(extents, 24)), rng.randrange(8), rng.random() < 0.5
+        extent = rng.choice([extent, extents - 1 - extent])
+        requests.append({"extent": extent, "tenant": tenant, "claim": int(claim)})
+        expected.append(owners.get(extent))
+        if claim:
+            owners.setdefault(extent, tenant)
+    source.send(requests)
+    answers = await sink.receive(len(requests))
+    assert [a["tenant"] if a["owned"] else None for a in answers] == expected
+    for extent in {r["extent"] for r in requests}:
+        assert await checked(dut, extent) == owners.get(extent)
+
+
+@cocotb.test()
+async def a_claim_is_in_force_when_it_is_answered(dut):
+    await start(dut)
+    source, sink = bench(dut)
+    last = parameters()["extents"] - 1
+    assert value(dut.ready) == 0
+    await cycles(dut, parameters()["clear_cycles"])
+    assert value(dut.ready) == 1
+    source.send([{"extent": last, "tenant": 5, "claim": 0}])
+    assert (await sink.receive())[0]["owned"] == 0
+    assert await checked(dut, last) is None
+    source.send([{"extent": last, "tenant": 5, "claim": 1}])
+    assert (await sink.receive())[0]["owned"] == 0
+    assert await checked(dut, last) == 5
+    assert [a - b for a, b in zip(sink.cycles, source.cycles, strict=True)] == [
+        parameters()["port_latency_cycles"]
+    ] * 2
+
+
+@cocotb.test()
+async def extents_beyond_the_channel_belong_to_somebody_else(dut):
+    await start(dut)
+    source, sink = bench(dut)
+    extents = parameters()["extents"]
+    for extent in (extents, 2 * extents, (1 << 20) - 1):
+        for tenant in (0, 7):
+            source.send([{"extent": extent, "tenant": tenant, "claim": 1}])
+            (answer,) = await sink.receive()
+            assert answer["owned"] == 1
+            assert answer["tenant"] != tenant
+    for extent in range(min(extents, 16)):
+        assert await checked(dut, extent) is None
+
+
+@cocotb.test()
+async def reset_frees_every_extent(dut):
+    await start(dut)
+    source, sink = bench(dut)
+    extents = parameters()["extents"]
+    chosen = sorted({0, extents // 2, extents - 1})
+    source.send([{"extent": extent, "tenant": 3, "claim": 1} for extent in chosen])
+    await sink.receive(len(chosen))
+    assert await checked(dut, chosen[-1]) == 3
+    dut.rst.value = 1
+    await cycles(dut, 2)
+    dut.rst.value = 0
+    await cycles(dut, parameters()["clear_cycles"] + 1)
+    for extent in chosen:
+        assert await checked(dut, extent) is None

@@ -1,0 +1,59 @@
+"""SmolLM2-135M-Instruct decodes with its KV on the device: text and bits are those of the reference."""
+
+import json
+
+import nearkv
+import pytest
+from nearkv import hf
+from nearkv.cli import app
+from nearkv.hf.run import run
+from typer.testing import CliRunner
+
+PROMPT = "Name three colours."
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return hf.load()
+
+
+@pytest.fixture(scope="module")
+def by_reference(loaded):
+    return run(loaded, PROMPT, device=None, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("spec", ["model", pytest.param("rtl", marks=pytest.mark.rtl)])
+def test_text_and_bits_are_the_references(loaded, by_reference, spec):
+    with nearkv.open(spec) as device:
+        report = run(loaded, PROMPT, device=device, max_new_tokens=4)
+    assert report.tokens == by_reference.tokens
+    assert report.calls == report.calls_checked == report.calls_equal == 3 * 30
+    assert report.kv_bytes > report.link_bytes > 0
+    assert report.lines > 0
+
+
+@pytest.mark.slow
+@pytest.mark.rtl
+def test_cocotb_gives_the_same_tokens_and_bits(loaded, by_reference):
+    with nearkv.open("cocotb") as device:
+        report = run(loaded, PROMPT, device=device, max_new_tokens=2)
+    assert report.tokens == by_reference.tokens[:2]
+    assert report.calls == report.calls_equal == 30
+
+
+def test_the_command_reports_what_it_did(tmp_path):
+    command = ["run", "--device", "model", "--max-new-tokens", "2", "--prompt", PROMPT, "--json"]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    expected = {
+        "text", "tokens_per_s", "tokens_per_s_checked", "calls", "calls_equal", "device_cycles", "lines",
+        "link_bytes", "kv_bytes",
+    }  # fmt: skip
+    assert expected <= set(report)
+    assert report["calls"] == report["calls_equal"] == 30
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(hf.ModelNotFound, match=r"holds no model: there is no config\.json"):
+        hf.load(tmp_path)
