@@ -38,6 +38,12 @@ test: $(STAMP) lint  ## Lint, types and every test that is not slow
 test-slow: $(STAMP)  ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
+cocotb: $(STAMP)  ## Block and device regressions under cocotb, each listed with what it proves
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m rtl --proofs tests/hw
+
+synth: $(STAMP)  ## Synthesise every block for ECP5 and write the table of docs/synthesis.md
+	$(BIN)/python -m nearkv_hw.synth --write docs/synthesis.md
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ A line `@layout descriptor.ATTEND` becomes the field table of `nearkv_hw.abi.des
 import ast
 import importlib
 import inspect
+import itertools
 import re
 
 from nearkv_hw.abi import PRESETS
@@ -47,7 +48,7 @@ def _member_docs(module, name):
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     return {
         statement.targets[0].id: " ".join(following.value.value.split())
-        for statement, following in zip(body, body[1:], strict=False)
+        for statement, following in itertools.pairwise(body)
         if isinstance(statement, ast.Assign)
         and isinstance(following, ast.Expr)
         and isinstance(following.value, ast.Constant)

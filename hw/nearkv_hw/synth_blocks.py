@@ -6,13 +6,39 @@ from dataclasses import dataclass
 from amaranth.lib import wiring
 
 from .abi import configure
-from .common.queue import Queue
-from .interfaces import PageItem
+from .arithmetic.binned import BinnedAccumulator, TermAligner
+from .arithmetic.decode import ElementDecoder
+from .arithmetic.product import Product
+from .arithmetic.reciprocal import Reciprocal
+from .arithmetic.rounding import Round
+from .arithmetic.score import ScorePipe
+from .arithmetic.weight import WeightPipe
+from .attention.array import Array
+from .attention.cell import Cell
+from .attention.dot import DotProducts
+from .attention.drain import Drain
+from .attention.issue import Issue
+from .attention.loader import Loader
+from .attention.scoring import Scoring
+from .attention.streamer import Streamer
+from .attention.unit import AttentionUnit
+from .command.completer import Completer
+from .command.walker import Walker
+from .command.window import CommandWindow
+from .endpoint.endpoint import Endpoint
 from .memory.channel import MemoryChannel
+from .memory.fabric import Fabric
+from .results.finish import Finish
+from .results.merge import Merge
+from .results.results import Results
+from .results.writer import Writer
 
 LANES = 8
 QUERIES = 1
+FINISH_LANES = 2
+UNIT = {"lanes": LANES, "queries": QUERIES, "finish_lanes": FINISH_LANES}
 CONFIG = configure("small", queries=QUERIES, capacity_bytes=256 << 20, ring_slots=16)
+MASTERS = 3
 
 
 @dataclass(frozen=True)
@@ -32,6 +58,31 @@ class Block:
 
 
 BLOCKS = (
-    Block("queue", lambda: Queue(shape=PageItem, depth=8)),
+    Block("attention-unit", lambda: AttentionUnit(**UNIT), LANES),
+    Block("array", lambda: Array(**UNIT), LANES),
+    Block("cell", lambda: Cell(query_states=64, states=64), 1),
+    Block("dot-products", lambda: DotProducts(lanes=LANES), LANES),
+    Block("scoring", lambda: Scoring(queries=QUERIES, pipes=1)),
+    Block("score-pipe", ScorePipe),
+    Block("weight-pipe", WeightPipe),
+    Block("element-decoder", ElementDecoder, 1),
+    Block("product", Product, 1),
+    Block("term-aligner", lambda: TermAligner(significand_bits=29), 1),
+    Block("binned-accumulator", lambda: BinnedAccumulator(states=16), 1),
+    Block("loader", lambda: Loader(lanes=LANES, queries=QUERIES), LANES),
+    Block("streamer", lambda: Streamer(lanes=LANES, depth=64), LANES),
+    Block("issue", lambda: Issue(**UNIT)),
+    Block("drain", lambda: Drain(**UNIT), LANES),
+    Block("results", lambda: Results(channels=2, finish_lanes=FINISH_LANES), FINISH_LANES),
+    Block("merge", lambda: Merge(channels=2, finish_lanes=FINISH_LANES), FINISH_LANES),
+    Block("finish", lambda: Finish(finish_lanes=FINISH_LANES), FINISH_LANES),
+    Block("reciprocal", Reciprocal),
+    Block("rounding", Round, 1),
+    Block("writer", lambda: Writer(finish_lanes=FINISH_LANES), FINISH_LANES),
     Block("memory-channel", lambda: MemoryChannel(channel=0, config=CONFIG)),
+    Block("fabric", lambda: Fabric(masters=MASTERS, config=CONFIG)),
+    Block("endpoint", lambda: Endpoint(config=CONFIG)),
+    Block("command-window", lambda: CommandWindow(config=CONFIG)),
+    Block("walker", lambda: Walker(config=CONFIG)),
+    Block("completer", lambda: Completer(ring_slots=CONFIG.ring_slots)),
 )

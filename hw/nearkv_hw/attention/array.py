@@ -20,8 +20,6 @@ from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, memory, wiring
 from amaranth.lib.wiring import In, Out
 
-from ..abi.descriptor import MAX_HEAD_DIM
-from ..abi.memory import LANE_NAN, LANE_NEGATIVE_INFINITY, LANE_POSITIVE_INFINITY
 from ..abi.numerics import LIMB_BITS
 from ..arithmetic.binned import HELD_TOP_BITS, empty_top
 from ..arithmetic.decode import CODE_BITS, ElementDecoder
@@ -30,17 +28,10 @@ from ..arithmetic.weight import Weight
 from ..interfaces import LanePartial
 from .cell import Cell
 from .dot import DotProducts
-
-BANKS = 2
-"""Passes whose queries and sums are kept: one streams while the other is drained."""
+from .lane_flags import LANE_FLAGS, LaneFlags
 
 
-def row_lines(lanes):
-    """Lines of the longest row."""
-    return -(-MAX_HEAD_DIM // lanes)
-
-
-def array_operation(lanes, queries, finish_lanes):
+def array_operation(shape):
     """What the array is to do; at most one of `score`, `value` and `load`, and `read` never with `value`."""
     return data.StructLayout(
         {
@@ -49,15 +40,15 @@ def array_operation(lanes, queries, finish_lanes):
             "load": 1,  # the line is of a query: keep it
             "half": 1,  # elements are fp16, else bf16
             "bank": 1,  # pass of the line
-            "line": range(row_lines(lanes)),  # position in the row
+            "line": range(shape.row_lines),  # position in the row
             "last": 1,  # last line of its row
             "first": 1,  # value: of the first row of its pass
-            "query": range(queries),  # load: which query
+            "query": range(shape.queries),  # load: which query
             "read": 1,  # read sums
             "read_bank": 1,
-            "read_query": range(queries),
-            "read_line": range(row_lines(lanes)),
-            "read_group": range(lanes // finish_lanes),  # which finish_lanes lanes of the line
+            "read_query": range(shape.queries),
+            "read_line": range(shape.row_lines),
+            "read_group": range(shape.groups),  # which finish_lanes lanes of the line
         }
     )
 
@@ -77,9 +68,7 @@ class Array(wiring.Component):
 
     Parameters
     ----------
-    lanes : elements of a line.
-    queries : query heads kept.
-    finish_lanes : lanes that a read gives.
+    shape : UnitShape.
 
     Members
     -------
@@ -94,43 +83,33 @@ class Array(wiring.Component):
     limb_cycles = weight_cycles + Cell.limb_cycles
     read_cycles = limb_cycles + 1
 
-    def __init__(self, *, lanes, queries, finish_lanes):
-        if lanes not in (4, 8, 16, 32):
-            raise ValueError(f"lanes must be 4, 8, 16 or 32, not {lanes!r}")
-        if queries not in (1, 2, 4, 8, 16):
-            raise ValueError(f"queries must be 1, 2, 4, 8 or 16, not {queries!r}")
-        if finish_lanes not in (2, 4, 8) or finish_lanes > lanes // 2:
-            raise ValueError(
-                f"finish_lanes must be 2, 4 or 8 and at most half of lanes={lanes}, not {finish_lanes!r}"
-            )
-        self.lanes = lanes
-        self.queries = queries
-        self.finish_lanes = finish_lanes
+    def __init__(self, *, shape):
+        self.shape = shape
         super().__init__(
             {
-                "operation": In(array_operation(lanes, queries, finish_lanes)),
-                "line": In(CODE_BITS * lanes),
-                "present": In(lanes),
-                "weights": In(data.ArrayLayout(Weight, queries)),
+                "operation": In(array_operation(shape)),
+                "line": In(CODE_BITS * shape.lanes),
+                "present": In(shape.lanes),
+                "weights": In(data.ArrayLayout(Weight, shape.queries)),
                 "row_valid": Out(1),
-                "row": Out(row_dots(queries)),
+                "row": Out(row_dots(shape.queries)),
                 "read_valid": Out(1),
-                "lanes_read": Out(data.ArrayLayout(LanePartial, finish_lanes)),
+                "lanes_read": Out(data.ArrayLayout(LanePartial, shape.finish_lanes)),
             }
         )
 
     @property
     def row_cycles(self):
         """Cycles from a row's last line to its dot products."""
-        return self.limb_cycles + DotProducts.tree_cycles_of(self.lanes) + DotProducts.row_cycles
+        return self.limb_cycles + DotProducts.tree_cycles_of(self.shape.lanes) + DotProducts.row_cycles
 
     def elaborate(self, platform):
         m = Module()
-        lanes, queries = range(self.lanes), range(self.queries)
-        tree_cycles = DotProducts.tree_cycles_of(self.lanes)
+        lanes, queries = range(self.shape.lanes), range(self.shape.queries)
+        tree_cycles = DotProducts.tree_cycles_of(self.shape.lanes)
 
-        line = Signal(CODE_BITS * self.lanes, reset_less=True)
-        present = Signal(self.lanes, reset_less=True)
+        line = Signal(CODE_BITS * self.shape.lanes, reset_less=True)
+        present = Signal(self.shape.lanes, reset_less=True)
         m.d.sync += [line.eq(self.line), present.eq(self.present)]
         delays = _Delays(m, self.operation)
         at_line = delays.at(1)
@@ -151,7 +130,7 @@ class Array(wiring.Component):
                 decoder.present.eq(present[lane]),
             ]
             decoders.append(decoder)
-        element = _Specials(self.lanes)
+        element = _Specials(self.shape.lanes)
         element_now = Signal(element)
         m.d.comb += [
             element_now.negative.eq(Cat(d.negative for d in decoders)),
@@ -174,7 +153,7 @@ class Array(wiring.Component):
             load = Signal(name=f"load_{index}")
             m.d.comb += load.eq(at_element.load & (at_element.query == index))
             m.submodules[f"specials_{index}"] = kept = memory.Memory(
-                shape=element, depth=BANKS * row_lines(self.lanes), init=[]
+                shape=element, depth=self.shape.states, init=[]
             )
             kept_read, kept_write = kept.read_port(domain="comb"), kept.write_port()
             m.d.comb += [
@@ -205,7 +184,7 @@ class Array(wiring.Component):
             live = delays.of(self.weights[index].significand[-1], self.top_cycles - self.weight_cycles)
 
             # dot products
-            m.submodules[f"dot_{index}"] = dot = DotProducts(lanes=self.lanes)
+            m.submodules[f"dot_{index}"] = dot = DotProducts(lanes=self.shape.lanes)
             m.d.comb += [
                 dot.valid.eq(at_top.score),
                 dot.limb_valid.eq(at_limb.score),
@@ -218,7 +197,7 @@ class Array(wiring.Component):
 
             # the lanes
             m.submodules[f"flags_{index}"] = lane_flags = LaneFlags(
-                lanes=self.lanes, states=BANKS * row_lines(self.lanes)
+                lanes=self.shape.lanes, states=self.shape.states
             )
             m.d.comb += [
                 lane_flags.add.eq(at_top.value),
@@ -231,7 +210,7 @@ class Array(wiring.Component):
             ]
             for lane in lanes:
                 m.submodules[f"cell_{index}_{lane}"] = cell = Cell(
-                    query_states=BANKS * row_lines(self.lanes), states=BANKS * row_lines(self.lanes)
+                    query_states=self.shape.states, states=self.shape.states
                 )
                 m.d.comb += [
                     cell.element.eq(decoders[lane].element),
@@ -254,17 +233,17 @@ class Array(wiring.Component):
                 read_tops.append(cell.held_top)
                 read_highs.append(cell.held_high)
                 read_lows.append(cell.held_low)
-                read_flags.append(Cat(getattr(lane_flags, f"held_{name}")[lane] for name in _LANE_FLAGS))
+                read_flags.append(Cat(getattr(lane_flags, f"held_{name}")[lane] for name in LANE_FLAGS))
         m.d.comb += [self.row_valid.eq(at_dot.score & at_dot.last), self.row.bank.eq(at_dot.bank)]
 
         # the way out
         m.d.comb += self.read_valid.eq(delays.at(self.read_cycles).read)
-        for index in range(self.finish_lanes):
+        for index in range(self.shape.finish_lanes):
 
             def selected(at, values, shape, index=index):
                 register = Signal(shape, reset_less=True)
                 with m.If(at.read), m.Switch(Cat(at.read_group, at.read_query)):
-                    for number, value in enumerate(values[index :: self.finish_lanes]):
+                    for number, value in enumerate(values[index :: self.shape.finish_lanes]):
                         with m.Case(number):
                             m.d.sync += register.eq(value)
                 return register
@@ -282,55 +261,6 @@ class Array(wiring.Component):
                 partial.flags.eq(flags),
             ]
         return m
-
-
-class LaneFlags(wiring.Component):
-    """NaN and infinities met by each lane of one query; one line per cycle, kept from the next cycle on.
-
-    Parameters
-    ----------
-    lanes : lanes of a line.
-    states : lines that are kept.
-
-    Members
-    -------
-    add, first, address : In : as of `BinnedAccumulator`.
-    live : In : the row has weight; a row without is not looked at.
-    nan, positive, negative : In : lanes whose element is NaN, +Inf, -Inf.
-    held_nan, held_positive, held_negative : Out : flags kept at `address`.
-    """
-
-    def __init__(self, *, lanes, states):
-        self.lanes = lanes
-        self.states = states
-        super().__init__(
-            {
-                "add": In(1),
-                "first": In(1),
-                "live": In(1),
-                "address": In(range(states)),
-                **{name: In(lanes) for name in _LANE_FLAGS},
-                **{f"held_{name}": Out(lanes) for name in _LANE_FLAGS},
-            }
-        )
-
-    def elaborate(self, platform):
-        m = Module()
-        for name in _LANE_FLAGS:
-            m.submodules[name] = kept = memory.Memory(shape=self.lanes, depth=self.states, init=[])
-            read, write = kept.read_port(domain="comb"), kept.write_port()
-            m.d.comb += [
-                read.addr.eq(self.address),
-                write.addr.eq(self.address),
-                write.en.eq(self.add),
-                write.data.eq(Mux(self.first, 0, read.data) | Mux(self.live, getattr(self, name), 0)),
-                getattr(self, f"held_{name}").eq(read.data),
-            ]
-        return m
-
-
-_LANE_FLAGS = ("nan", "positive", "negative")
-assert (LANE_NAN, LANE_POSITIVE_INFINITY, LANE_NEGATIVE_INFINITY) == (1, 2, 4)
 
 
 class _Specials(data.StructLayout):

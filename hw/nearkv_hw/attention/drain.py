@@ -8,10 +8,10 @@ from amaranth.utils import exact_log2
 from ..abi.descriptor import Status
 from ..common.queue import Queue
 from ..interfaces import PAGE_BITS, BeatKind, Fault, LanePartial, State, partial_beat
-from .array import BANKS, row_lines
 from .issue import sums_read
 from .loader import pass_parameters
 from .scoring import denominator_read
+from .shape import BANKS
 
 BEATS = 16
 """Beats that are under way to `partials` or wait there."""
@@ -22,7 +22,7 @@ class Drain(wiring.Component):
 
     Parameters
     ----------
-    lanes, queries, finish_lanes : as of `Array`.
+    shape : UnitShape.
 
     Members
     -------
@@ -35,34 +35,32 @@ class Drain(wiring.Component):
     partials : Out(stream) : partial beats.
     """
 
-    def __init__(self, *, lanes, queries, finish_lanes):
-        self.lanes = lanes
-        self.queries = queries
-        self.finish_lanes = finish_lanes
+    def __init__(self, *, shape):
+        self.shape = shape
         super().__init__(
             {
                 "ended": In(BANKS),
                 "freed": Out(BANKS),
-                "passes": In(data.ArrayLayout(pass_parameters(lanes, queries), BANKS)),
+                "passes": In(data.ArrayLayout(pass_parameters(shape), BANKS)),
                 "taken": In(1),
                 "taken_value": In(1),
                 "taken_bank": In(1),
                 "taken_fault": In(Fault),
                 "taken_page": In(PAGE_BITS),
-                "denominator_reads": Out(stream.Signature(denominator_read(queries))),
+                "denominator_reads": Out(stream.Signature(denominator_read(shape.queries))),
                 "denominator_valid": In(1),
                 "denominator": In(State),
                 "query_nan": In(1),
-                "lane_reads": Out(stream.Signature(sums_read(lanes, queries, finish_lanes))),
+                "lane_reads": Out(stream.Signature(sums_read(shape))),
                 "lanes_valid": In(1),
-                "lanes_read": In(data.ArrayLayout(LanePartial, finish_lanes)),
-                "partials": Out(stream.Signature(partial_beat(finish_lanes))),
+                "lanes_read": In(data.ArrayLayout(LanePartial, shape.finish_lanes)),
+                "partials": Out(stream.Signature(partial_beat(shape.finish_lanes))),
             }
         )
 
     def elaborate(self, platform):
         m = Module()
-        m.submodules.beats = beats = Queue(shape=partial_beat(self.finish_lanes), depth=BEATS)
+        m.submodules.beats = beats = Queue(shape=partial_beat(self.shape.finish_lanes), depth=BEATS)
         wiring.connect(m, beats.o, wiring.flipped(self.partials))
         under_way = Signal(range(BEATS + 1))
         arrived = Signal()
@@ -86,18 +84,18 @@ class Drain(wiring.Component):
         waiting = Signal(BANKS)
         m.d.sync += waiting.eq((waiting | self.ended) & ~self.freed)
         bank = Signal()
-        now = Signal(pass_parameters(self.lanes, self.queries))
+        now = Signal(pass_parameters(self.shape))
         m.d.comb += now.eq(Mux(bank, self.passes[1], self.passes[0]))
 
         def of_bank(name):
             return Mux(bank, getattr(records[1], name), getattr(records[0], name))
 
-        query = Signal(range(self.queries))
+        query = Signal(range(self.shape.queries))
         last_query = query + 1 == now.queries
-        groups = self.lanes // self.finish_lanes
-        beat = Signal(range(row_lines(self.lanes) * groups))
+        groups = self.shape.groups
+        beat = Signal(range(self.shape.row_lines * groups))
         last_beat = Signal.like(beat, reset_less=True)
-        m.d.sync += last_beat.eq((now.value_dim - 1) >> exact_log2(self.finish_lanes))
+        m.d.sync += last_beat.eq((now.value_dim - 1) >> exact_log2(self.shape.finish_lanes))
         m.d.comb += [
             self.denominator_reads.payload.bank.eq(bank),
             self.denominator_reads.payload.query.eq(query),
@@ -116,7 +114,7 @@ class Drain(wiring.Component):
             ]
         with m.Else():
             m.d.comb += [beat_now.kind.eq(BeatKind.LANES), beats.i.valid.eq(self.lanes_valid)]
-            for index in range(self.finish_lanes):
+            for index in range(self.shape.finish_lanes):
                 m.d.comb += [
                     beat_now.lanes[index].eq(self.lanes_read[index]),
                     # a pass without rows has left the sums of an earlier one

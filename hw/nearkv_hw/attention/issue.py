@@ -6,20 +6,21 @@ from amaranth.lib.wiring import In, Out
 
 from ..arithmetic.decode import CODE_BITS
 from ..interfaces import PAGE_BITS, Fault, ReadResponse
-from .array import BANKS, Array, array_operation, row_lines
+from .array import Array, array_operation
 from .loader import pass_parameters, query_load
 from .scoring import SCORE_QUEUE_ROWS, WEIGHT_SLOTS
+from .shape import BANKS
 from .streamer import LineKind, line_tag
 
 
-def sums_read(lanes, queries, finish_lanes):
+def sums_read(shape):
     """Which sums to read."""
     return data.StructLayout(
         {
             "bank": 1,
-            "query": range(queries),
-            "line": range(row_lines(lanes)),
-            "group": range(lanes // finish_lanes),
+            "query": range(shape.queries),
+            "line": range(shape.row_lines),
+            "group": range(shape.groups),
         }
     )
 
@@ -32,7 +33,7 @@ class Issue(wiring.Component):
 
     Parameters
     ----------
-    lanes, queries, finish_lanes : as of `Array`.
+    shape : UnitShape.
 
     Members
     -------
@@ -49,23 +50,21 @@ class Issue(wiring.Component):
     waiting : Out : a line has come and was not taken.
     """
 
-    def __init__(self, *, lanes, queries, finish_lanes):
-        self.lanes = lanes
-        self.queries = queries
-        self.finish_lanes = finish_lanes
+    def __init__(self, *, shape):
+        self.shape = shape
         super().__init__(
             {
-                "tags": In(stream.Signature(line_tag(lanes))),
+                "tags": In(stream.Signature(line_tag(shape))),
                 "lines": In(stream.Signature(ReadResponse)),
-                "loads": In(stream.Signature(query_load(lanes, queries))),
-                "reads": In(stream.Signature(sums_read(lanes, queries, finish_lanes))),
+                "loads": In(stream.Signature(query_load(shape))),
+                "reads": In(stream.Signature(sums_read(shape))),
                 "loaded": In(BANKS),
-                "passes": In(data.ArrayLayout(pass_parameters(lanes, queries), BANKS)),
+                "passes": In(data.ArrayLayout(pass_parameters(shape), BANKS)),
                 "row_taken": In(1),
                 "row_weighed": In(1),
-                "operation": Out(array_operation(lanes, queries, finish_lanes)),
-                "line": Out(CODE_BITS * lanes),
-                "present": Out(lanes),
+                "operation": Out(array_operation(shape)),
+                "line": Out(CODE_BITS * shape.lanes),
+                "present": Out(shape.lanes),
                 "slot": Out(range(WEIGHT_SLOTS)),
                 "taken": Out(1),
                 "taken_value": Out(1),
@@ -129,10 +128,9 @@ class Issue(wiring.Component):
             m.d.sync += slot.eq(slot + 1)
 
         k_pass = Mux(k_bank, self.passes[1], self.passes[0])
-        half, present_last = Signal(), Signal(self.lanes)
+        half, present_last = Signal(), Signal(self.shape.lanes)
         k_now, v_now, load_now = (
-            Signal(pass_parameters(self.lanes, self.queries), name=name)
-            for name in ("k_pass", "v_pass", "load_pass")
+            Signal(pass_parameters(self.shape), name=name) for name in ("k_pass", "v_pass", "load_pass")
         )
         m.d.comb += [
             k_now.eq(k_pass),
@@ -159,7 +157,7 @@ class Issue(wiring.Component):
             self.operation.read_line.eq(self.reads.payload.line),
             self.operation.read_group.eq(self.reads.payload.group),
             self.line.eq(Mux(load, self.loads.payload.data, self.lines.payload.data)),
-            self.present.eq(Mux(last & (load | ~value), present_last, Const(-1, self.lanes))),
+            self.present.eq(Mux(last & (load | ~value), present_last, Const(-1, self.shape.lanes))),
         ]
         shown = slot
         for _ in range(Array.weight_cycles):

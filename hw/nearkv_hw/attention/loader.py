@@ -9,35 +9,35 @@ from ..abi.formats import FP16
 from ..arithmetic.decode import CODE_BITS
 from ..arithmetic.score import FLOAT_BITS, Factor, FactorDecoder
 from ..interfaces import QueryLine, UnitJob
-from .array import BANKS, row_lines
 from .scoring import opening
+from .shape import BANKS
 from .streamer import geometry
 
 
-def pass_parameters(lanes, queries):
+def pass_parameters(shape):
     """What the unit keeps of a pass while it lasts."""
     return data.StructLayout(
         {
-            "geometry": geometry(lanes),
+            "geometry": geometry(shape),
             "k_half": 1,  # K is fp16, else bf16
             "v_half": 1,
             "query_half": 1,
-            "present": lanes,  # lanes that count in the last line of a K row
-            "queries": queries.bit_length(),
+            "present": shape.lanes,  # lanes that count in the last line of a K row
+            "queries": shape.queries.bit_length(),
             "value_dim": 10,
             "factor": Factor,
         }
     )
 
 
-def query_load(lanes, queries):
+def query_load(shape):
     """A line of a query on its way into the cells."""
     return data.StructLayout(
         {
-            "data": CODE_BITS * lanes,
+            "data": CODE_BITS * shape.lanes,
             "bank": 1,
-            "query": range(queries),
-            "line": range(row_lines(lanes)),
+            "query": range(shape.queries),
+            "line": range(shape.row_lines),
             "last": 1,
         }
     )
@@ -48,8 +48,7 @@ class Loader(wiring.Component):
 
     Parameters
     ----------
-    lanes : elements of a line.
-    queries : query heads kept.
+    shape : UnitShape.
 
     Members
     -------
@@ -62,17 +61,16 @@ class Loader(wiring.Component):
     loaded : Out : its queries are in the cells, its sinks on their way.
     """
 
-    def __init__(self, *, lanes, queries):
-        self.lanes = lanes
-        self.queries_kept = queries
+    def __init__(self, *, shape):
+        self.shape = shape
         super().__init__(
             {
                 "jobs": In(stream.Signature(UnitJob)),
                 "queries": In(stream.Signature(QueryLine)),
-                "loads": Out(stream.Signature(query_load(lanes, queries))),
-                "openings": Out(stream.Signature(opening(queries))),
+                "loads": Out(stream.Signature(query_load(shape))),
+                "openings": Out(stream.Signature(opening(shape.queries))),
                 "freed": In(BANKS),
-                "passes": Out(data.ArrayLayout(pass_parameters(lanes, queries), BANKS)),
+                "passes": Out(data.ArrayLayout(pass_parameters(shape), BANKS)),
                 "start": Out(BANKS),
                 "loaded": Out(BANKS),
             }
@@ -80,17 +78,17 @@ class Loader(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        lane_shift = exact_log2(self.lanes)
+        lane_shift = exact_log2(self.shape.lanes)
         bank = Signal()
         own = 1 << bank
         opened, loaded = Signal(BANKS), Signal(BANKS)
         m.d.comb += [self.loaded.eq(loaded)]
-        now = Signal(pass_parameters(self.lanes, self.queries_kept))  # of the pass that is being loaded
+        now = Signal(pass_parameters(self.shape))  # of the pass that is being loaded
         sinks = Signal()
         code = Signal(FLOAT_BITS)
-        values = Signal(FLOAT_BITS * self.queries_kept)
-        query = Signal(range(self.queries_kept))
-        line = Signal(range(row_lines(self.lanes)))
+        values = Signal(FLOAT_BITS * self.shape.queries)
+        query = Signal(range(self.shape.queries))
+        line = Signal(range(self.shape.row_lines))
         m.submodules.factor = factor = FactorDecoder()
         m.d.comb += factor.code.eq(code)
         m.d.sync += [opened.eq(opened & ~self.freed), loaded.eq(loaded & ~self.freed)]
@@ -118,7 +116,7 @@ class Loader(wiring.Component):
                         now.v_half.eq(job.v_format == FP16.code),
                         now.query_half.eq(job.query_format == FP16.code),
                         now.present.eq(
-                            Cat((remainder == 0) | (lane < remainder) for lane in range(self.lanes))
+                            Cat((remainder == 0) | (lane < remainder) for lane in range(self.shape.lanes))
                         ),
                         now.queries.eq(job.queries),
                         now.value_dim.eq(job.value_dim),

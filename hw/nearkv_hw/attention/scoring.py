@@ -10,7 +10,8 @@ from ..arithmetic.score import FLOAT_BITS, DotProduct, Factor, ScorePipe
 from ..arithmetic.weight import Weight, WeightPipe
 from ..common.queue import Queue
 from ..interfaces import State
-from .array import BANKS, row_dots
+from .array import row_dots
+from .shape import BANKS
 
 WEIGHT_SLOTS = 64
 """Rows whose K may come ahead of their V: enough to hide the way from the last K line to the weight."""

@@ -11,8 +11,8 @@ from amaranth.lib.wiring import In, Out
 
 from ..common.queue import Queue
 from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, TENANT_BITS, PageItem, ReadRequest
-from .array import BANKS, row_lines
 from .scoring import WEIGHT_SLOTS
+from .shape import BANKS
 
 BLOCK_ROWS = 16
 VALUE_BLOCKS = 16
@@ -28,25 +28,25 @@ class LineKind(enum.Enum, shape=2):
     V_END = 3  # no line: the pass has no more V
 
 
-def line_tag(lanes):
+def line_tag(shape):
     """What is known of a line before it comes."""
     return data.StructLayout(
         {
             "kind": LineKind,
-            "line": range(row_lines(lanes)),  # position in the row
+            "line": range(shape.row_lines),  # position in the row
             "last": 1,  # last line of the row
             "page": PAGE_BITS,
         }
     )
 
 
-def geometry(lanes):
+def geometry(shape):
     """What the order of a pass's lines depends on."""
     return data.StructLayout(
         {
             "tenant": TENANT_BITS,
-            "k_last": range(row_lines(lanes)),  # last line of a K row
-            "v_last": range(row_lines(lanes)),
+            "k_last": range(shape.row_lines),  # last line of a K row
+            "v_last": range(shape.row_lines),
         }
     )
 
@@ -68,7 +68,7 @@ class Streamer(wiring.Component):
 
     Parameters
     ----------
-    lanes : elements of a line.
+    shape : UnitShape.
     depth : lines asked for and not yet taken, at most.
 
     Members
@@ -83,16 +83,16 @@ class Streamer(wiring.Component):
 
     request_cycles = 3
 
-    def __init__(self, *, lanes, depth):
-        self.lanes = lanes
+    def __init__(self, *, shape, depth):
+        self.shape = shape
         self.depth = depth
         super().__init__(
             {
                 "pages": In(stream.Signature(PageItem)),
                 "start": In(BANKS),
-                "geometry": In(data.ArrayLayout(geometry(lanes), BANKS)),
+                "geometry": In(data.ArrayLayout(geometry(shape), BANKS)),
                 "requests": Out(stream.Signature(ReadRequest)),
-                "tags": Out(stream.Signature(line_tag(lanes))),
+                "tags": Out(stream.Signature(line_tag(shape))),
                 "busy": Out(1),
             }
         )
@@ -101,7 +101,7 @@ class Streamer(wiring.Component):
         m = Module()
         m.submodules.values = values = Queue(shape=_Block, depth=VALUE_BLOCKS)
         m.submodules.requests = requests = Queue(shape=ReadRequest, depth=2)
-        m.submodules.tags = tags = Queue(shape=line_tag(self.lanes), depth=self.depth)
+        m.submodules.tags = tags = Queue(shape=line_tag(self.shape), depth=self.depth)
         wiring.connect(m, requests.o, wiring.flipped(self.requests))
         wiring.connect(m, tags.o, wiring.flipped(self.tags))
 
@@ -116,8 +116,8 @@ class Streamer(wiring.Component):
         # one block of each kind under way, one of them at a time
         banks = {kind: Signal(name=f"{kind}_bank") for kind in ("k", "v")}
         blocks = {kind: Signal(_Block, name=f"{kind}_block") for kind in ("k", "v")}
-        line = Signal(range(row_lines(self.lanes)))
-        now = Signal(geometry(self.lanes))  # of the block under way
+        line = Signal(range(self.shape.row_lines))
+        now = Signal(geometry(self.shape))  # of the block under way
         active, is_v = Signal(), Signal()
         block, bank_last = Signal(_Block), Signal.like(line)
         m.d.comb += [
@@ -159,7 +159,7 @@ class Streamer(wiring.Component):
         next_rows = Signal(range(BLOCK_ROWS + 1))
         k_bank = Signal()
         k_ready, v_ready, choose = Signal(), Signal(), Signal()
-        k_geometry = Signal(geometry(self.lanes))
+        k_geometry = Signal(geometry(self.shape))
         m.d.comb += [
             next_rows.eq(Mux(item.last, 0, Mux(item.rows < BLOCK_ROWS, item.rows, BLOCK_ROWS))),
             # the end of a pass may be under way

@@ -6,11 +6,12 @@ from amaranth.lib.wiring import In, Out
 
 from ..common.queue import Queue
 from ..interfaces import PageItem, QueryLine, ReadResponse, UnitJob, UnitMemory, partial_beat
-from .array import BANKS, Array
+from .array import Array
 from .drain import Drain
 from .issue import Issue
 from .loader import Loader
 from .scoring import Scoring
+from .shape import BANKS, MAX_DIM, UnitShape
 from .streamer import Streamer
 
 COUNTER_BITS = 64
@@ -44,15 +45,14 @@ class AttentionUnit(wiring.Component):
     order in which they entered.
     """
 
-    def __init__(self, *, lanes=32, queries=4, finish_lanes=2, fifo_depth=64, weight_pipes=None):
+    def __init__(
+        self, *, lanes=32, queries=4, finish_lanes=2, fifo_depth=64, weight_pipes=None, max_dim=MAX_DIM
+    ):
         if not isinstance(fifo_depth, int) or fifo_depth < 4:
             raise ValueError(f"fifo_depth must be an integer of at least 4, not {fifo_depth!r}")
-        self.lanes = lanes
-        self.query_heads = queries
-        self.finish_lanes = finish_lanes
+        self.shape = UnitShape(lanes=lanes, queries=queries, finish_lanes=finish_lanes, max_dim=max_dim)
         self.fifo_depth = fifo_depth
         self.weight_pipes = -(-queries // 4) if weight_pipes is None else weight_pipes
-        self._array = Array(lanes=lanes, queries=queries, finish_lanes=finish_lanes)
         self._scoring = Scoring(queries=queries, pipes=self.weight_pipes)
         super().__init__(
             {
@@ -67,13 +67,13 @@ class AttentionUnit(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        shape = {"lanes": self.lanes, "queries": self.query_heads, "finish_lanes": self.finish_lanes}
-        m.submodules.array = array = self._array
+        shape = self.shape
+        m.submodules.array = array = Array(shape=shape)
         m.submodules.scoring = scoring = self._scoring
-        m.submodules.loader = loader = Loader(lanes=self.lanes, queries=self.query_heads)
-        m.submodules.streamer = streamer = Streamer(lanes=self.lanes, depth=self.fifo_depth)
-        m.submodules.issue = issue = Issue(**shape)
-        m.submodules.drain = drain = Drain(**shape)
+        m.submodules.loader = loader = Loader(shape=shape)
+        m.submodules.streamer = streamer = Streamer(shape=shape, depth=self.fifo_depth)
+        m.submodules.issue = issue = Issue(shape=shape)
+        m.submodules.drain = drain = Drain(shape=shape)
         m.submodules.jobs = jobs = Queue(shape=UnitJob, depth=2)
         m.submodules.query_lines = query_lines = Queue(shape=QueryLine, depth=4)
         m.submodules.pages = pages = Queue(shape=PageItem, depth=4)

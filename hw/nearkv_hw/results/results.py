@@ -4,6 +4,7 @@ from amaranth.hdl import Module
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out, connect, flipped
 
+from ..common.buffer import Buffer
 from ..common.queue import Queue
 from ..interfaces import FabricPort, LanePartial, PassDone, ResultJob, partial_beat
 from .distribute import Distribute
@@ -54,7 +55,7 @@ class Results(wiring.Component):
     @property
     def end_cycles(self):
         """Cycles from a pass's END beat to `done`, without the fabric's share."""
-        # The way of the last lanes, which go one cycle ahead of END and wait one in a queue.
+        # The way of the last lanes, which go one cycle ahead of END and wait one in a buffer.
         finish = Finish.latency_cycles + Writer.latency_cycles + Writer.done_cycles
         return merge_cycles(self.channels) + finish
 
@@ -62,11 +63,11 @@ class Results(wiring.Component):
         m = Module()
         m.submodules.jobs_queue = jobs_queue = Queue(shape=ResultJob, depth=self.jobs_held)
         m.submodules.merge = merge = Merge(channels=self.channels, finish_lanes=self.finish_lanes)
-        # Queues of two keep the ready of later blocks out of earlier ones.
-        m.submodules.merged_queue = merged_queue = Queue(shape=partial_beat(self.finish_lanes), depth=2)
+        # Buffers keep the ready of later blocks out of earlier ones.
+        m.submodules.merged_buffer = merged_buffer = Buffer(shape=partial_beat(self.finish_lanes))
         lanes = data.ArrayLayout(LanePartial, self.finish_lanes)
-        m.submodules.partials_queue = partials_queue = Queue(shape=lanes, depth=2)
-        m.submodules.denominators_queue = denominators_queue = Queue(shape=Denominator, depth=2)
+        m.submodules.partials_buffer = partials_buffer = Buffer(shape=lanes)
+        m.submodules.denominators_buffer = denominators_buffer = Buffer(shape=Denominator)
         m.submodules.distribute = distribute = Distribute(finish_lanes=self.finish_lanes)
         m.submodules.finish = finish = Finish(finish_lanes=self.finish_lanes)
         m.submodules.writer = writer = Writer(finish_lanes=self.finish_lanes)
@@ -78,15 +79,15 @@ class Results(wiring.Component):
             connect(m, flipped(outer), inner)
         connect(m, flipped(self.jobs), jobs_queue.i)
         connect(m, jobs_queue.o, distribute.jobs)
-        connect(m, merge.merged, merged_queue.i)
-        connect(m, merged_queue.o, distribute.merged)
+        connect(m, merge.merged, merged_buffer.i)
+        connect(m, merged_buffer.o, distribute.merged)
         connect(m, distribute.started, started_queue.i)
         connect(m, started_queue.o, writer.jobs)
-        connect(m, distribute.denominators, denominators_queue.i)
-        connect(m, denominators_queue.o, writer.denominators)
+        connect(m, distribute.denominators, denominators_buffer.i)
+        connect(m, denominators_buffer.o, writer.denominators)
         connect(m, distribute.finish, finish.beats)
-        connect(m, distribute.partials, partials_queue.i)
-        connect(m, partials_queue.o, writer.partials)
+        connect(m, distribute.partials, partials_buffer.i)
+        connect(m, partials_buffer.o, writer.partials)
         connect(m, distribute.ends, ends_queue.i)
         connect(m, ends_queue.o, writer.ends)
         connect(m, finish.codes, writer.codes)

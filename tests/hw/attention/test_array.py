@@ -12,6 +12,7 @@ from nearkv_hw.arithmetic.binned import empty_top
 from nearkv_hw.arithmetic.score import DOT_TOP_BITS
 from nearkv_hw.arithmetic.weight import Weight
 from nearkv_hw.attention.array import Array, array_operation, row_dots
+from nearkv_hw.attention.shape import UnitShape
 from nearkv_hw.interfaces import LanePartial
 from nearkv_sim.cocotb.payload import pack, unpack
 from nearkv_sim.cocotb.runner import parameters, run
@@ -26,7 +27,7 @@ from unit_cases import codes
     ids=lambda shape: f"{shape['lanes']}x{shape['queries']}",
 )
 def test_array(shape):
-    array = Array(**shape)
+    array = Array(shape=UnitShape(**shape))
     run(array, module=__file__, parameters={**shape, "row_cycles": array.row_cycles})
 
 
@@ -95,7 +96,9 @@ async def equals_the_contract(dut, kind):
     rng = random("operations", kind)
     lanes, queries, finish_lanes = (parameters()[name] for name in ("lanes", "queries", "finish_lanes"))
     model = Model(lanes, queries, finish_lanes)
-    layout = array_operation(lanes, queries, finish_lanes)
+    layout = array_operation(
+        UnitShape(lanes=lanes, queries=queries, finish_lanes=finish_lanes)
+    )
 
     def line(operation):
         half = operation["half"]

@@ -36,7 +36,7 @@ LATENCY_CYCLES = 40
 @pytest.mark.parametrize(
     "shape",
     [
-        {"lanes": 8, "queries": 2, "finish_lanes": 2},
+        {"lanes": 8, "queries": 2, "finish_lanes": 2, "max_dim": 128},
         {"lanes": 8, "queries": 4, "finish_lanes": 4, "weight_pipes": 2},
         {"lanes": 32, "queries": 4, "finish_lanes": 2},
     ],
@@ -56,6 +56,7 @@ def test_attention_unit(shape):
             {"lanes": 4, "finish_lanes": 4},
             "finish_lanes must be 2, 4 or 8 and at most half of lanes=4, not 4",
         ),
+        ({"max_dim": 96}, "max_dim must be 64, 128 or 256, not 96"),
         ({"fifo_depth": 3}, "fifo_depth must be an integer of at least 4, not 3"),
         ({"weight_pipes": 3}, "pipes must divide queries=4, not 3"),
     ],

@@ -9,7 +9,7 @@ from cocotb.triggers import RisingEdge
 from nearkv_hw.arithmetic.binned import empty_top
 from nearkv_hw.arithmetic.score import DOT_TOP_BITS, Factor
 from nearkv_hw.arithmetic.weight import Weight
-from nearkv_hw.attention.array import BANKS, row_dots
+from nearkv_hw.attention.array import row_dots
 from nearkv_hw.attention.scoring import (
     SCORE_QUEUE_ROWS,
     WEIGHT_SLOTS,
@@ -17,6 +17,7 @@ from nearkv_hw.attention.scoring import (
     denominator_read,
     opening,
 )
+from nearkv_hw.attention.shape import BANKS
 from nearkv_hw.interfaces import State
 from nearkv_sim.cocotb.payload import pack, unpack
 from nearkv_sim.cocotb.runner import parameters, run

@@ -5,18 +5,21 @@ import cocotb
 import pytest
 from amaranth.lib import data
 from cocotb.triggers import RisingEdge
-from nearkv_hw.attention.array import BANKS
 from nearkv_hw.attention.scoring import WEIGHT_SLOTS
+from nearkv_hw.attention.shape import BANKS, UnitShape
 from nearkv_hw.attention.streamer import LineKind, Streamer, geometry, line_tag
 from nearkv_hw.interfaces import PageItem, ReadRequest
 from nearkv_sim.cocotb.payload import pack
-from nearkv_sim.cocotb.runner import parameters, run
+from nearkv_sim.cocotb.runner import run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
+
+
+SHAPE = UnitShape()
 
 
 @pytest.mark.rtl
 def test_streamer():
-    run(Streamer(lanes=32, depth=16), module=__file__, parameters={"lanes": 32})
+    run(Streamer(shape=SHAPE, depth=16), module=__file__)
 
 
 class Bench:
@@ -25,17 +28,16 @@ class Bench:
     def __init__(self, dut, name, *, idle=0.0, backpressure=0.0):
         self.dut = dut
         self.rng = random(name)
-        lanes = parameters()["lanes"]
         self.pages = StreamSource(dut, "pages", idle=idle, shape=PageItem)
         self.requests = StreamSink(dut, "requests", backpressure=backpressure, shape=ReadRequest)
-        self.tags = StreamSink(dut, "tags", backpressure=backpressure, shape=line_tag(lanes))
+        self.tags = StreamSink(dut, "tags", backpressure=backpressure, shape=line_tag(SHAPE))
         self.expected = []  # per pass: ([K lines], [V lines]) as (line, position, last, page)
         self.geometry = [{}, {}]
 
     def set_geometry(self, bank, k_lines, v_lines):
         self.geometry[bank] = {"tenant": bank + 1, "k_last": k_lines - 1, "v_last": v_lines - 1}
         self.dut.geometry.value = pack(
-            data.ArrayLayout(geometry(parameters()["lanes"]), BANKS), self.geometry
+            data.ArrayLayout(geometry(SHAPE), BANKS), self.geometry
         )
 
     async def start(self, bank):

@@ -46,6 +46,7 @@ class Bench:
         self.dut, self.memory, self.config = dut, memory, config
         self.latency_cycles = latency_cycles
         self.rng = random("bench")
+        self.owners_asked = 0
         self.descriptors = StreamSource(dut, "descriptors", idle=idle, shape=Posted)
         channels = range(config.channels)
         sink = {"backpressure": backpressure}
@@ -86,6 +87,7 @@ class Bench:
     async def serve_owner(self, channel, asked, answers):
         while True:
             (request,) = await asked.receive()
+            self.owners_asked += 1
             extent = request["extent"] * self.config.channels + channel
             owner = self.memory.owners.get(extent)
             answers.send([{"owned": owner is not None, "tenant": owner or 0}])
@@ -139,9 +141,10 @@ def random_memory(config, rng):
 
 
 def owned_line(memory, tenant, rng, lines=1):
-    """The first of some lines within an extent of the tenant."""
+    """The first of some lines within an extent of the tenant, often the extent's last ones."""
     extent = rng.choice([n for n, owner in memory.owners.items() if owner == tenant])
-    return extent * EXTENT_LINES + rng.randrange(EXTENT_LINES - lines + 1)
+    last = EXTENT_LINES - lines
+    return extent * EXTENT_LINES + rng.choice([rng.randint(0, last), rng.randint(0, last), last])
 
 
 def random_job(memory, config, rng, tenant):
@@ -327,3 +330,24 @@ async def first_page_comes_soon(dut):
     await bench.check([{"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}])
     first = min(cycle for sink in bench.pages for cycle in sink.cycles)
     assert first - bench.descriptors.cycles[0] <= 2 * (latency + 3) + 21
+
+
+@cocotb.test()
+async def claims_wait_for_what_is_before(dut):
+    """A claim waits for the job ahead of it, and what follows waits for the claim."""
+    config, rng = config_of_run(), random("fence")
+    memory = Memory(config, owners=dict.fromkeys(range(config.extents - 1), 0))
+    await start(dut)
+    bench = Bench(dut, config, memory, idle=0, backpressure=0, latency_cycles=(5, 5))
+    job = ATTEND.pack(random_job(memory, config, rng, 0))
+    claim = CLAIM.pack(
+        version=1, opcode=Opcode.CLAIM_EXTENTS, first_extent=config.extents - 1, extent_count=1
+    )
+    posted = {"tenant": 0, "index": 0, "fetched": 0}
+    bench.descriptors.send([{**posted, "line": line} for line in (job, claim, job)])
+    for tickets, asked in ((1, 0), (2, 2), (3, 2)):
+        await cycles(dut, 1000)
+        assert (len(bench.tickets.cycles), bench.owners_asked) == (tickets, asked)
+        dut.retired.value = 1
+        await cycles(dut, 1)
+        dut.retired.value = 0

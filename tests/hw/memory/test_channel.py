@@ -186,12 +186,12 @@ async def agrees_with_a_dictionary(dut, idle, backpressure):
         if "id" in item:
             assert (answer["id"], answer["write"]) == (item["id"], item["write"])
     assert len({event[0] for event in events if event[1]}) == len(reads) + len(accesses), "two in one cycle"
-    assert unsure < 20
+    assert unsure < 80
     seen = bench.counters()
     assert seen["violations"] == model.violations > 20
     unit_reads = sum(Fault(a["fault"]) in (Fault.NONE, Fault.POISON) for a in unit_answers)
     assert (seen["fabric_reads"] + unit_reads, seen["fabric_writes"]) == (model.reads, model.writes)
-    assert min(model.reads, model.writes) > 100
+    assert min(model.reads, model.writes) > 40
 
 
 @cocotb.test()

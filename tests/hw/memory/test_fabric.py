@@ -136,7 +136,7 @@ async def routes_and_keeps_order(dut, idle, backpressure):
         expected = [
             {"id": r["id"], "write": r["write"], "fault": Fault.OUTSIDE.value, "data": 0} for r in outside
         ]
-        assert len(outside) > 3
+        assert outside
         assert [a for a in answers if a["data"] == 0] == expected
 
 

@@ -1,0 +1,62 @@
+"""The size of an attention unit, checked once and shared by its blocks."""
+
+from dataclasses import dataclass
+
+from ..abi.descriptor import MAX_HEAD_DIM, MAX_VALUE_DIM
+
+BANKS = 2
+"""Passes whose queries and sums are kept: one streams while the other is drained."""
+
+MAX_DIM = max(MAX_HEAD_DIM, MAX_VALUE_DIM)
+"""Largest head_dim and value_dim of a job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitShape:
+    """How large a unit is.
+
+    Parameters
+    ----------
+    lanes : elements of a line: 4, 8, 16 or 32.
+    queries : query heads kept per pass: 1, 2, 4, 8 or 16.
+    finish_lanes : lanes of a partial beat: 2, 4 or 8, at most half of the lanes.
+    max_dim : largest head_dim and value_dim: 64, 128 or 256. Below 256 a unit is for synthesis: with 64, each of
+        8 lanes has the memory that each of 32 has with 256.
+
+    Raises
+    ------
+    ValueError : naming the parameter, what was given and what is allowed.
+    """
+
+    lanes: int = 32
+    queries: int = 4
+    finish_lanes: int = 2
+    max_dim: int = MAX_DIM
+
+    def __post_init__(self):
+        if self.lanes not in (4, 8, 16, 32):
+            raise ValueError(f"lanes must be 4, 8, 16 or 32, not {self.lanes!r}")
+        if self.queries not in (1, 2, 4, 8, 16):
+            raise ValueError(f"queries must be 1, 2, 4, 8 or 16, not {self.queries!r}")
+        if self.finish_lanes not in (2, 4, 8) or self.finish_lanes > self.lanes // 2:
+            raise ValueError(
+                f"finish_lanes must be 2, 4 or 8 and at most half of lanes={self.lanes}, "
+                f"not {self.finish_lanes!r}"
+            )
+        if self.max_dim not in (64, 128, 256):
+            raise ValueError(f"max_dim must be 64, 128 or 256, not {self.max_dim!r}")
+
+    @property
+    def row_lines(self):
+        """Lines of the longest row."""
+        return self.max_dim // self.lanes
+
+    @property
+    def states(self):
+        """Lines of sums, and of each query, that a lane keeps."""
+        return BANKS * self.row_lines
+
+    @property
+    def groups(self):
+        """Reads that a line's sums take."""
+        return self.lanes // self.finish_lanes
