@@ -29,6 +29,7 @@ class AttentionUnit(wiring.Component):
     fifo_depth : lines asked for and not yet taken; for full rate at least the memory's latency plus 8.
     weight_pipes : score and weight pipes; by default one for four queries, which keeps pace with rows of
         two lines of K and two of V.
+    max_dim : largest head_dim and value_dim, as of `UnitShape`.
 
     Members
     -------

@@ -96,9 +96,7 @@ async def equals_the_contract(dut, kind):
     rng = random("operations", kind)
     lanes, queries, finish_lanes = (parameters()[name] for name in ("lanes", "queries", "finish_lanes"))
     model = Model(lanes, queries, finish_lanes)
-    layout = array_operation(
-        UnitShape(lanes=lanes, queries=queries, finish_lanes=finish_lanes)
-    )
+    layout = array_operation(UnitShape(lanes=lanes, queries=queries, finish_lanes=finish_lanes))
 
     def line(operation):
         half = operation["half"]

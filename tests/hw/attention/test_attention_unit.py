@@ -12,6 +12,7 @@ from attention_golden import float32_bits
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi.descriptor import Status
 from nearkv_hw.abi.formats import BF16, FP16, QUERY_FORMATS
+from nearkv_hw.attention.shape import MAX_DIM
 from nearkv_hw.attention.unit import COUNTERS, AttentionUnit
 from nearkv_hw.interfaces import (
     BeatKind,
@@ -72,7 +73,7 @@ class Bench:
     def __init__(self, dut, name, *, idle=0.0, backpressure=0.0):
         self.dut = dut
         self.rng = random(name)
-        self.passes = Passes(parameters()["lanes"])
+        self.passes = Passes(parameters()["lanes"], parameters().get("max_dim", MAX_DIM))
         self.finish_lanes = parameters()["finish_lanes"]
         self.idle = idle
         self.responses = []  # cycles of the answers

@@ -13,7 +13,6 @@ from nearkv_sim.cocotb.payload import pack
 from nearkv_sim.cocotb.runner import run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
 
-
 SHAPE = UnitShape()
 
 
@@ -36,9 +35,7 @@ class Bench:
 
     def set_geometry(self, bank, k_lines, v_lines):
         self.geometry[bank] = {"tenant": bank + 1, "k_last": k_lines - 1, "v_last": v_lines - 1}
-        self.dut.geometry.value = pack(
-            data.ArrayLayout(geometry(SHAPE), BANKS), self.geometry
-        )
+        self.dut.geometry.value = pack(data.ArrayLayout(geometry(SHAPE), BANKS), self.geometry)
 
     async def start(self, bank):
         self.dut.start.value = 1 << bank

@@ -28,9 +28,11 @@ class Passes:
     Parameters
     ----------
     lanes : elements of a line.
+    max_dim : largest head_dim and value_dim.
     """
 
     lanes: int
+    max_dim: int
     memory: list = field(default_factory=list)
     faults: dict = field(default_factory=dict)
     jobs: list = field(default_factory=list)
@@ -147,14 +149,16 @@ def codes(rng, format, count, kind="plain"):
 
 def random_pass(passes, rng, queries):
     """Add a random pass of at most `queries` query heads."""
-    lanes = passes.lanes
+    lanes, largest = passes.lanes, passes.max_dim
 
     def dim():
-        return min(256, rng.choice([1, 2, lanes - 1, lanes, lanes + 1, 2 * lanes, rng.randint(1, 4 * lanes)]))
+        return min(
+            largest, rng.choice([1, 2, lanes - 1, lanes, lanes + 1, 2 * lanes, rng.randint(1, 4 * lanes)])
+        )
 
     head_dim, value_dim = dim(), dim()
     if rng.random() < 0.1:
-        head_dim, value_dim = rng.choice([(256, 256), (250, 3), (3, 250)])
+        head_dim, value_dim = rng.choice([(largest, largest), (largest - 6, 3), (3, largest - 6)])
     rows = rng.choice([0, 1, 2, 5, rng.randrange(40), rng.randrange(90)])
     if head_dim + value_dim > 100:
         rows = min(rows, 20)
