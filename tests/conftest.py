@@ -5,7 +5,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 TESTS = Path(__file__).parent
+
+torch.set_num_threads(1)  # tests run one to a core
 
 for folder in ("support", "conformance"):
     sys.path.insert(0, str(TESTS / folder))

@@ -20,6 +20,7 @@ from nearkv.reference.elements import Elements, decode
 from nearkv.reference.finish import finish, log_sum_exp, output_target
 from nearkv.reference.partial import Partial, merge
 from nearkv.reference.score import Weights, sink_weights, weigh
+from nearkv.reference.threads import threads_for
 
 BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Products that one block of rows makes at most (one row at least), by kind of device: this bounds the memory
@@ -132,7 +133,8 @@ def decode_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    result = _attend(call)
+    with threads_for(_products(call), q.device):
+        result = _attend(call)
     if q.dim() == 3:
         result = _mapped(result, lambda plane: plane.squeeze(1))
     if partial:
@@ -170,6 +172,11 @@ def _attend(call: Attention) -> Partial:
         return plane.reshape(batch, query_rows, q_heads, *lanes)
 
     return _mapped(result, unfold)
+
+
+def _products(call: Attention) -> int:
+    """Products of elements that a call makes, of K or of V, whichever are more."""
+    return call.q[..., 0].numel() * call.rows * max(call.q.shape[-1], call.v.dim)
 
 
 def _blocks(call: Attention) -> list[tuple[int, int]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from nearkv.reference.binned import BIN_SHIFT, State, bit_length, leading_bits, magnitude
 from nearkv.reference.partial import Partial
 from nearkv.reference.score import FP32_EXPONENT_BIAS, FP32_FRACTION_BITS, float32_parts
+from nearkv.reference.threads import threads_for
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ def finish(partial: Partial, out_dtype: torch.dtype = torch.float32, v_scale: Te
     ValueError, TypeError : for another out_dtype, or a v_scale that does not fit the heads.
     """
     target = output_target(out_dtype)
+    with threads_for(partial.lane_flags.numel(), partial.lane_flags.device):
+        return _finish(partial, target, v_scale).view(out_dtype)
+
+
+def _finish(partial: Partial, target: Target, v_scale: Tensor | None) -> Tensor:
+    """The codes of `finish`, in the target's storage type."""
     plus = partial.lane_flags & LANE_POSITIVE_INFINITY != 0
     minus = partial.lane_flags & LANE_NEGATIVE_INFINITY != 0
     nan = partial.query_nan.unsqueeze(-1) | (partial.lane_flags & LANE_NAN != 0) | (plus & minus)
@@ -93,7 +100,7 @@ def finish(partial: Partial, out_dtype: torch.dtype = torch.float32, v_scale: Te
             code = _narrowed(code, target)
     # The sign bit is that of a two's complement number of the code's width.
     code = code - (negative.to(torch.int64) << (target.bits - 1))
-    return code.masked_fill(nan, target.nan).to(target.storage).view(out_dtype)
+    return code.masked_fill(nan, target.nan).to(target.storage)
 
 
 def log_sum_exp(partial: Partial) -> Tensor:

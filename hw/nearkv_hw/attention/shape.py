@@ -20,8 +20,8 @@ class UnitShape:
     lanes : elements of a line: 4, 8, 16 or 32.
     queries : query heads kept per pass: 1, 2, 4, 8 or 16.
     finish_lanes : lanes of a partial beat: 2, 4 or 8, at most half of the lanes.
-    max_dim : largest head_dim and value_dim: 64, 128 or 256. Below 256 a unit is for synthesis: with 64, each of
-        8 lanes has the memory that each of 32 has with 256.
+    max_dim : largest head_dim and value_dim: 64, 128 or 256. Below 256 a unit is for synthesis: with 64, each
+        of 8 lanes has the memory that each of 32 has with 256.
 
     Raises
     ------

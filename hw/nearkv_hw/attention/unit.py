@@ -54,7 +54,9 @@ class AttentionUnit(wiring.Component):
         self.shape = UnitShape(lanes=lanes, queries=queries, finish_lanes=finish_lanes, max_dim=max_dim)
         self.fifo_depth = fifo_depth
         self.weight_pipes = -(-queries // 4) if weight_pipes is None else weight_pipes
-        self._scoring = Scoring(queries=queries, pipes=self.weight_pipes)
+        pipes = self.weight_pipes
+        if not isinstance(pipes, int) or pipes < 1 or queries % pipes:
+            raise ValueError(f"weight_pipes must divide queries={queries}, not {pipes!r}")
         super().__init__(
             {
                 "jobs": In(stream.Signature(UnitJob)),
@@ -70,7 +72,7 @@ class AttentionUnit(wiring.Component):
         m = Module()
         shape = self.shape
         m.submodules.array = array = Array(shape=shape)
-        m.submodules.scoring = scoring = self._scoring
+        m.submodules.scoring = scoring = Scoring(queries=self.shape.queries, pipes=self.weight_pipes)
         m.submodules.loader = loader = Loader(shape=shape)
         m.submodules.streamer = streamer = Streamer(shape=shape, depth=self.fifo_depth)
         m.submodules.issue = issue = Issue(shape=shape)

@@ -161,7 +161,8 @@ class PageFeed(wiring.Component):
             item.rows.eq(Mux(token.last, work.last_end, work.page_rows) - first_row),
             emits.eq(full & (token.end | (status == Status.OK))),
             fork.i.valid.eq(emits & (~token.end | told)),
-            free.eq(~full | ~emits | (fork.i.ready & (~token.end | told))),
+            # What is dropped waits, too: the line's next entry must not hang on the check of this one.
+            free.eq(~full | (fork.i.ready & (~token.end | told))),
         ]
         for line, offset in (
             (item.k_line, Mux(token.first, work.k_first, 0)),

@@ -26,14 +26,14 @@ class Results(wiring.Component):
     -------
     partials : In(stream(partial_beat)) per channel : all channels send the same beats, in the order that
         `interfaces.partial_beat` gives.
-    jobs : In(stream(ResultJob)) : one per pass, at any time before the pass's END beats are wanted to go on;
-        `jobs_held` of them are taken ahead.
+    jobs : In(stream(ResultJob)) : one per pass, `jobs_held` of them taken ahead; a pass's beats wait for it.
     fabric : Out(FabricPort) : writes of whole lines, with the job's tenant.
     done : Out(stream(PassDone)) : one per pass, in order, when its last write has been answered.
 
-    The END beat of a pass with one query is followed by `done` after the fabric's answer to the last line and
-    at most `end_cycles` more, when nothing else is under way. One beat per cycle. Back-pressure of the fabric
-    reaches the partial streams; nothing is lost.
+    One beat per cycle; the first lanes of a pass wait `Finish.denominator_cycles` for their reciprocal. When
+    nothing else is under way, `done` follows a pass's END beat after `end_cycles` and what the fabric takes
+    to take and answer the last line. Back-pressure of the fabric reaches the partial streams; nothing is
+    lost.
     """
 
     jobs_held = 4

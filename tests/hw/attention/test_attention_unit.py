@@ -59,7 +59,7 @@ def test_attention_unit(shape):
         ),
         ({"max_dim": 96}, "max_dim must be 64, 128 or 256, not 96"),
         ({"fifo_depth": 3}, "fifo_depth must be an integer of at least 4, not 3"),
-        ({"weight_pipes": 3}, "pipes must divide queries=4, not 3"),
+        ({"weight_pipes": 3}, "weight_pipes must divide queries=4, not 3"),
     ],
 )
 def test_parameters_are_checked(arguments, message):
