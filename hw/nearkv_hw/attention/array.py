@@ -119,6 +119,9 @@ class Array(wiring.Component):
         at_limb = delays.at(self.limb_cycles)
         at_row = delays.at(self.limb_cycles + tree_cycles)
         at_dot = delays.at(self.row_cycles)
+        # registers of their own: an address goes to every lane's memories
+        top_address = delays.of(_state_address(delays.at(self.top_cycles - 1)), 1)
+        limb_address = delays.of(_state_address(delays.at(self.limb_cycles - 1)), 1)
 
         # decode
         decoders = []
@@ -203,7 +206,7 @@ class Array(wiring.Component):
                 lane_flags.add.eq(at_top.value),
                 lane_flags.first.eq(at_top.first),
                 lane_flags.live.eq(live),
-                lane_flags.address.eq(_state_address(at_top)),
+                lane_flags.address.eq(top_address),
                 lane_flags.nan.eq(value_nan),
                 lane_flags.positive.eq(value_positive),
                 lane_flags.negative.eq(value_negative),
@@ -220,14 +223,14 @@ class Array(wiring.Component):
                     cell.query_write.eq(load),
                     cell.add.eq(at_top.value),
                     cell.first.eq(at_top.first),
-                    cell.address.eq(_state_address(at_top)),
+                    cell.address.eq(top_address),
                     dot.bins[lane].eq(cell.bins),
                     cell.select_value.eq(at_select.value),
                     cell.line_top.eq(dot.line_top),
                     dot.high[lane].eq(cell.high),
                     dot.low[lane].eq(cell.low),
                     cell.limb_add.eq(at_limb.value),
-                    cell.limb_address.eq(_state_address(at_limb)),
+                    cell.limb_address.eq(limb_address),
                     cell.negative.eq(negative[lane]),
                 ]
                 read_tops.append(cell.held_top)
@@ -287,11 +290,7 @@ class _Delays:
 
     def of(self, value, cycles):
         for _ in range(cycles):
-            delayed = (
-                Signal(len(value), reset_less=True)
-                if not value.shape().signed
-                else Signal(value.shape(), reset_less=True)
-            )
+            delayed = Signal(value.shape(), reset_less=True)
             self._m.d.sync += delayed.eq(value)
             value = delayed
         return value

@@ -70,14 +70,20 @@ class Drain(wiring.Component):
         space = Signal()
         m.d.sync += space.eq(under_way + beats.level < BEATS - 2)
 
+        # registers: a line's fate is known late in the cycle, and the end of a pass is far
+        taken = {
+            name: Signal.like(getattr(self, name), name=f"{name}_before")
+            for name in ("taken", "taken_value", "taken_bank", "taken_fault", "taken_page")
+        }
+        m.d.sync += [register.eq(getattr(self, name)) for name, register in taken.items()]
         records = [_PassRecord() for _ in range(BANKS)]
         for bank, record in enumerate(records):
             m.submodules[f"record_{bank}"] = record
             m.d.comb += [
-                record.taken.eq(self.taken & (self.taken_bank == bank)),
-                record.value.eq(self.taken_value),
-                record.fault.eq(self.taken_fault),
-                record.fault_page.eq(self.taken_page),
+                record.taken.eq(taken["taken"] & (taken["taken_bank"] == bank)),
+                record.value.eq(taken["taken_value"]),
+                record.fault.eq(taken["taken_fault"]),
+                record.fault_page.eq(taken["taken_page"]),
                 record.clear.eq(self.freed[bank]),
             ]
 

@@ -43,7 +43,7 @@ class Issue(wiring.Component):
     loaded, passes : In : state and parameters of each bank's pass.
     row_taken, row_weighed : In : a row has left the score queue; its weights are there.
     operation, line, present : Out : for the array.
-    slot : Out : the row whose weights the array needs, `Array.weight_cycles` after the operation.
+    slot : Out : the row whose weights the array needs, one cycle before it needs them.
     taken : Out : a K or V line was taken in this cycle.
     taken_value, taken_bank, taken_fault, taken_page : Out : what it was.
     ended : Out : the bank's pass has no more lines.
@@ -160,7 +160,7 @@ class Issue(wiring.Component):
             self.present.eq(Mux(last & (load | ~value), present_last, Const(-1, self.shape.lanes))),
         ]
         shown = slot
-        for _ in range(Array.weight_cycles):
+        for _ in range(Array.weight_cycles - 1):
             delayed = Signal(range(WEIGHT_SLOTS), reset_less=True)
             m.d.sync += delayed.eq(shown)
             shown = delayed

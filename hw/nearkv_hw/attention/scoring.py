@@ -53,7 +53,7 @@ class Scoring(wiring.Component):
     factors : In : score factor of each bank's pass.
     counts : In : query heads of each bank's pass.
     slot : In : which row's weights to show; rows take slots in turn.
-    weights : Out : that row's weights, in the same cycle.
+    weights : Out : that row's weights, one cycle later.
     denominator_valid, denominator, query_nan : Out : a denominator, and whether the query's result is NaN;
         `read_cycles` after the read was taken.
     """
@@ -196,9 +196,11 @@ class Scoring(wiring.Component):
                     shape=Weight, depth=WEIGHT_SLOTS, init=[]
                 )
                 read, write = store.read_port(domain="comb"), store.write_port()
+                shown = Signal(Weight, reset_less=True, name=f"weight_{query}")
+                m.d.sync += shown.eq(read.data)
                 m.d.comb += [
                     read.addr.eq(self.slot),
-                    self.weights[query].eq(read.data),
+                    self.weights[query].eq(shown),
                     write.addr.eq(write_slot),
                     write.data.eq(weight),
                     write.en.eq(at_weight.row & (at_weight.index == index)),

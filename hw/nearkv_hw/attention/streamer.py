@@ -9,6 +9,7 @@ from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import data, enum, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from ..common.buffer import Buffer
 from ..common.queue import Queue
 from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, TENANT_BITS, PageItem, ReadRequest
 from .scoring import WEIGHT_SLOTS
@@ -101,9 +102,11 @@ class Streamer(wiring.Component):
         m = Module()
         m.submodules.values = values = Queue(shape=_Block, depth=VALUE_BLOCKS)
         m.submodules.requests = requests = Queue(shape=ReadRequest, depth=2)
-        m.submodules.tags = tags = Queue(shape=line_tag(self.shape), depth=self.depth)
+        m.submodules.next_tag = next_tag = Buffer(shape=line_tag(self.shape))
+        m.submodules.tags = tags = Queue(shape=line_tag(self.shape), depth=self.depth - next_tag.depth)
         wiring.connect(m, requests.o, wiring.flipped(self.requests))
-        wiring.connect(m, tags.o, wiring.flipped(self.tags))
+        wiring.connect(m, tags.o, next_tag.i)
+        wiring.connect(m, next_tag.o, wiring.flipped(self.tags))
 
         # the page whose blocks come next
         item, item_valid = Signal(PageItem), Signal()

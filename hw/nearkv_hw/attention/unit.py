@@ -4,6 +4,7 @@ from amaranth.hdl import Module, Signal
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from ..common.buffer import Buffer
 from ..common.queue import Queue
 from ..interfaces import PageItem, QueryLine, ReadResponse, UnitJob, UnitMemory, partial_beat
 from .array import Array
@@ -81,6 +82,7 @@ class AttentionUnit(wiring.Component):
         m.submodules.query_lines = query_lines = Queue(shape=QueryLine, depth=4)
         m.submodules.pages = pages = Queue(shape=PageItem, depth=4)
         m.submodules.lines = lines = Queue(shape=ReadResponse, depth=self.fifo_depth)
+        m.submodules.next_line = next_line = Buffer(shape=ReadResponse)
         flipped = wiring.flipped
         wiring.connect(m, flipped(self.jobs), jobs.i)
         wiring.connect(m, flipped(self.queries), query_lines.i)
@@ -90,7 +92,8 @@ class AttentionUnit(wiring.Component):
         wiring.connect(m, pages.o, streamer.pages)
         wiring.connect(m, streamer.requests, flipped(self.memory.request))
         wiring.connect(m, streamer.tags, issue.tags)
-        wiring.connect(m, lines.o, issue.lines)
+        wiring.connect(m, lines.o, next_line.i)
+        wiring.connect(m, next_line.o, issue.lines)
         wiring.connect(m, loader.loads, issue.loads)
         wiring.connect(m, loader.openings, scoring.openings)
         wiring.connect(m, drain.denominator_reads, scoring.reads)
@@ -137,10 +140,11 @@ class AttentionUnit(wiring.Component):
         for name, event in (
             ("unit_lines", issue.taken),
             ("unit_busy", busy),
-            ("unit_no_data", busy & ~lines.o.valid),
+            ("unit_no_data", busy & ~next_line.o.valid),
             ("unit_wait", issue.waiting),
             ("partial_beats", self.partials.valid & self.partials.ready),
         ):
             counter = getattr(self, name)
-            m.d.sync += counter.eq(counter + event)
+            counted = Signal(name=f"{name}_counted")  # a register: the event is late, the counter long
+            m.d.sync += [counted.eq(event), counter.eq(counter + counted)]
         return m

@@ -97,8 +97,10 @@ class CommandWindow(wiring.Component):
         m.d.sync += self.cycles.eq(self.cycles + 1)
         with m.If(completed):
             m.d.sync += jobs.eq(jobs + 1)
-        with m.If(failed | refused):
-            m.d.sync += errors.eq(errors + failed + refused)
+        rejected = Signal()  # a cycle after the judgement, which is long enough without an addition
+        m.d.sync += rejected.eq(refused)
+        with m.If(failed | rejected):
+            m.d.sync += errors.eq(errors + failed + rejected)
         m.d.comb += [
             registers.device.eq(self.device),
             registers.device.cycles.eq(self.cycles),

@@ -121,7 +121,8 @@ async def equals_the_contract(dut, idle):
         ]
         sent = taken = weighed = shown = 0
         begun = cycle()
-        while shown < len(rows):
+        show = False
+        while shown < len(rows) or show:
             here = sent < len(rows) and sent - taken < SCORE_QUEUE_ROWS and rng.random() >= idle
             # a row's slot is used again only after it was shown
             here = here and sent - shown < WEIGHT_SLOTS
@@ -129,18 +130,18 @@ async def equals_the_contract(dut, idle):
             row = {"dots": rows[sent], "bank": bank} if here else {"bank": 1 - bank}
             dut.row.value = pack(row_dots(queries), row)
             sent += here
-            show = shown < weighed
+            before, show = show, shown < weighed
             dut.slot.value = (slot + shown) % WEIGHT_SLOTS
             await edge
             taken += value(dut.row_taken)
-            if show:
+            if before:
                 got = unpack(data.ArrayLayout(Weight, queries), value(dut.weights))
-                for weight, expected in zip(got, weights[shown], strict=False):
+                for weight, expected in zip(got, weights[shown - 1], strict=False):
                     if expected is None:
                         assert weight["significand"] == 0
                     else:
                         assert (weight["significand"], weight["exponent"]) == expected
-                shown += 1
+            shown += show
             weighed += value(dut.row_weighed)
         dut.row_valid.value = 0
         slot += len(rows)

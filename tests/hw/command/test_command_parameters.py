@@ -1,6 +1,5 @@
-"""Blocks of the command path refuse what they cannot be, and say why."""
-
 # amaranth: UnusedElaboratable=no
+"""Blocks of the command path refuse what they cannot be, and say why."""
 
 import pytest
 from nearkv_hw.abi import PRESETS

@@ -1,6 +1,5 @@
-"""The completer: records in order, the first fault of a job, phase bits."""
-
 # amaranth: UnusedElaboratable=no
+"""The completer: records in order, the first fault of a job, phase bits."""
 
 import cocotb
 import pytest
