@@ -148,17 +148,19 @@ class BinnedAccumulator(wiring.Component):
         held = self._kept(m, "tops", self.held_top, self.address, self.add)
         before = Signal(signed(self.top_bits))
         above = Signal(signed(self.top_bits + 1))
+        rises = Signal()
         m.d.comb += [
             before.eq(Mux(self.first, empty_top(self.top_bits), self.held_top)),
             above.eq(self.top - before),
-            held.eq(Mux(above > 0, self.top, before)),
+            rises.eq(self.top > before),  # a comparison of its own: the loop waits for no test of `above`
+            held.eq(Mux(rises, self.top, before)),
         ]
         select = Signal(Select, reset_less=True)
         state = Signal(Select, reset_less=True)
         m.d.sync += [
             select.keep.eq(above >= 0),
             select.down.eq(above == -1),
-            state.keep.eq(above <= 0),
+            state.keep.eq(~rises),
             state.down.eq(above == 1),
         ]
         m.d.comb += self.select.eq(select)

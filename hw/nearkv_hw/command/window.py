@@ -56,14 +56,15 @@ class CommandWindow(wiring.Component):
 
     A descriptor slot is written with byte enables; its second line is not kept, as version 1 has no use for
     it. A poisoned write fills the line with zeros, which is no good descriptor. A doorbell is refused and
-    counted as an error when it is poisoned, partly disabled, or names more descriptors than the ring holds.
-    Completion records and registers cannot be written; what lies between the parts reads as zero.
+    counted as an error when it is poisoned, partly disabled, goes back, or names more descriptors than the
+    ring holds. Completion records and registers cannot be written; what lies between the parts reads as zero.
 
-    One access in two cycles, answered one cycle after it was taken; a descriptor is posted in two cycles.
+    One access in two cycles, answered one cycle after it was taken; a descriptor is posted
+    `post_latency_cycles` after its doorbell at the earliest, one in two cycles.
     """
 
     latency_cycles = 1
-    post_latency_cycles = 2
+    post_latency_cycles = 3
 
     def __init__(self, *, config):
         if not isinstance(config, DeviceConfig):
@@ -214,8 +215,10 @@ class CommandWindow(wiring.Component):
         whole = access.enable[:_DOORBELL_BYTES].all() & ~access.poison
         for aperture, ring in enumerate(registers.rings):
             rung = doorbell & (access.tenant == aperture)
-            fits = whole & ((tail - ring.head)[: ring.head.shape().width] <= self.config.ring_slots)
             stored = Signal(ring.tail.shape(), name=f"tail{aperture}")
+            # A tail that went back could fall behind a head that moves at the same time.
+            goes_on = (tail - stored)[: len(stored)] <= self.config.ring_slots
+            fits = whole & goes_on & ((tail - ring.head)[: len(stored)] <= self.config.ring_slots)
             m.d.comb += ring.tail.eq(stored)
             with m.If(rung & fits):
                 m.d.sync += stored.eq(tail)
@@ -232,7 +235,9 @@ class CommandWindow(wiring.Component):
         index = Signal(32)
         out = self.descriptors
         for n, (head, ring) in enumerate(zip(heads, registers.rings, strict=True)):
-            m.d.comb += [ring.head.eq(head), waiting[n].eq(ring.tail != head)]
+            m.d.comb += ring.head.eq(head)
+            # A cycle late: a head that moves is seen in time, since posting takes a cycle.
+            m.d.sync += waiting[n].eq(ring.tail != head)
         with m.Switch(turn):  # the aperture after the last one goes first
             for first in range(apertures):
                 with m.Case(first):

@@ -113,6 +113,18 @@ async def posts_what_was_written(dut):
 
 
 @cocotb.test()
+async def posts_soon(dut):
+    await start(dut)
+    host = Host(dut, idle=0, backpressure=0)
+    out = StreamSink(dut, "descriptors", shape=Posted)
+    await host.write(1, DOORBELL, 3)
+    rung = host.requests.cycles[-1]
+    await out.receive(3)
+    first = CommandWindow.post_latency_cycles
+    assert [cycle - rung for cycle in out.cycles] == [first, first + 2, first + 4]
+
+
+@cocotb.test()
 async def takes_apertures_in_turn(dut):
     await start(dut)
     host = Host(dut)
@@ -145,6 +157,9 @@ async def refuses_bad_doorbells(dut):
     assert (await host.ring(1))["tail"] == slots
     assert (await host.ring(0))["tail"] == 0
     assert await host.errors() == 4
+    await host.write(1, DOORBELL, slots - 1)  # back
+    assert (await host.ring(1))["tail"] == slots
+    assert await host.errors() == 5
 
 
 @cocotb.test()
