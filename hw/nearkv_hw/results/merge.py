@@ -26,8 +26,8 @@ class Merge(wiring.Component):
     Members
     -------
     partials : In(stream(partial_beat)) per channel : a beat is taken from all of them at once.
-    merged : Out(stream(partial_beat)) : states merged, flags ORed. In an END beat: status and page of the
-        lowest channel whose status is not OK, and the sum of the lines.
+    merged : Out(stream(partial_beat)) : states merged, flags ORed. In an END beat: page and status of
+        the lowest page at fault, whichever channel met it, and the sum of the lines.
 
     Latency is log2(channels) cycles (`latency_cycles`), throughput one beat per cycle. Back-pressure stops
     all levels at once and the channels with them; nothing is lost.
@@ -83,7 +83,8 @@ class Merge(wiring.Component):
 
 def _merge_beats(m, merged, a, b):
     """Statements that load `merged` with the merge of the beats `a` (of lower channels) and `b`."""
-    failed = a.status != Status.OK
+    b_failed = b.status != Status.OK
+    failed = (a.status != Status.OK) & (~b_failed | (a.page <= b.page))
     m.d.sync += [
         merged.kind.eq(a.kind),
         merged.status.eq(Mux(failed, a.status, b.status)),

@@ -92,7 +92,8 @@ class Pass:
                 self.writes[first + k] = line
         if self.job["fault"]:
             self.writes = {}
-        status, page = next(((s, p) for s, p, _ in self.ends if s != Status.OK), (Status.OK, 0))
+        failed = [(s, p) for s, p, _ in self.ends if s != Status.OK]
+        status, page = min(failed, key=lambda end: end[1], default=(Status.OK, 0))
         if status == Status.OK and self.denied and self.writes:
             status = Status.RESULT_DENIED
         lines = sum(count for _, _, count in self.ends) % (1 << 32)

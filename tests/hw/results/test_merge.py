@@ -91,7 +91,7 @@ def random_beats(rng, count):
             for c in range(channels)
         ]
         if kind is BeatKind.END:
-            status, page = next((end for end in ends if end[0]), (0, None))
+            status, page = min((end for end in ends if end[0]), key=lambda end: end[1], default=(0, None))
             merged = ("end", status, page, sum(lines) % (1 << 32))
         else:
             merged = [kind.value]
