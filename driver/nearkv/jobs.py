@@ -13,6 +13,7 @@ from nearkv_hw.abi.descriptor import ATTEND, DESCRIPTOR_VERSION, FLAG_SINKS, MAX
 from nearkv_hw.abi.lines import lines_of
 from nearkv_hw.abi.memory import (
     DENOMINATOR,
+    QUERY_NAN,
     ResultLayout,
     RowLayout,
 )
@@ -31,7 +32,6 @@ FORMS: dict[torch.dtype, OutputForm] = {
     torch.bfloat16: OutputForm.BF16,
     torch.float16: OutputForm.FP16,
 }
-_QUERY_NAN = 1
 
 
 @dataclass(frozen=True)
@@ -241,4 +241,4 @@ def _denominators(
 ) -> tuple[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.bool_]]:
     lines = np.ascontiguousarray(finished.lines[:, :, -1])
     top, high, low = (column(DENOMINATOR, name, lines).copy() for name in ("top", "high", "low"))
-    return (top, high, low), column(DENOMINATOR, "flags", lines) & _QUERY_NAN != 0
+    return (top, high, low), column(DENOMINATOR, "flags", lines) & QUERY_NAN != 0

@@ -40,7 +40,8 @@ class Stats:
     Members
     -------
     cycles : device cycles.
-    jobs, errors : descriptors completed, and those with a status other than OK.
+    jobs : descriptors completed.
+    errors : those with a status other than OK, and refused doorbells.
     lines : K and V lines that the attention units took.
     dram_bytes : bytes that the memory channels read and wrote.
     link_bytes : bytes of lines that crossed the link, both directions.

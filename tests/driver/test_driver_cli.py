@@ -77,6 +77,22 @@ def test_an_error_is_one_message(monkeypatch, capsys):
     assert message.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--model", "nowhere"], 1, "ModelNotFound: nowhere holds no model"),
+        (["--device", "reference", "--wave", "run.fst"], 2, "--wave records a device's signals"),
+    ],
+)
+def test_a_run_that_cannot_start_says_why(monkeypatch, capsys, arguments, status, message):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "argv", ["nearkv", "run", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == status
+    assert message in capsys.readouterr().err
+
+
 def test_importing_is_cheap_and_the_reference_needs_no_device():
     """`import nearkv` loads neither torch nor a device; the reference loads no device and no command line."""
     code = """

@@ -30,8 +30,6 @@ from nearkv_hw.abi.descriptor import COMPLETION
 from nearkv_hw.abi.window import IDENTITY
 from nearkv_sim.port import Access, DeviceTimeout, Poll, ReadResult
 
-HALF = torch.float16
-
 
 class Setting:
     """A cache with two filled sequences, a freed one, and one of another cache."""

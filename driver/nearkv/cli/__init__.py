@@ -28,10 +28,8 @@ app.add_typer(bench.app)
 
 def main() -> None:
     """Run the command line; what a user can put right ends as one message and status 1."""
-    from nearkv_sim.toolchain import ToolMissing
-
     try:
         app()
-    except (NearkvError, ToolMissing, ValueError, OSError) as error:
+    except (NearkvError, RuntimeError, ValueError, OSError) as error:  # a failed build is a RuntimeError
         fail(error)
         sys.exit(1)

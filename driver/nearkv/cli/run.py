@@ -37,7 +37,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="A causal language model as transformers saves one. [default: SmolLM2-135M-Instruct]",
+            help="A causal language model as transformers saves one; SmolLM2-135M-Instruct if not given.",
         ),
     ] = None,
     prompt: Annotated[str, typer.Option(help="What to answer.")] = PROMPT,
@@ -66,6 +66,10 @@ def run(
         raise NearkvError(f"{error.name} is missing; get it with: pip install 'nearkv[hf]'") from error
     import nearkv
 
+    if wave and device == REFERENCE:
+        raise typer.BadParameter(
+            f"--wave records a device's signals; {REFERENCE} has none: use rtl or cocotb"
+        )
     console = Console(stderr=True)
     with ExitStack() as stack:
         with console.status("loading the model"):

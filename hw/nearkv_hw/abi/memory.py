@@ -92,6 +92,10 @@ LANE_NAN = 1 << 0
 LANE_POSITIVE_INFINITY = 1 << 1
 LANE_NEGATIVE_INFINITY = 1 << 2
 """Bits of a lane's flags byte in a partial."""
+QUERY_NAN = 1 << 0
+"""The bit of a denominator line's flags that makes the query's result NaN."""
+PARTIAL_LANE_BYTES = (4, 8, 8, 1)
+"""Bytes of a lane in each plane of a partial: top, high, low, flags."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ class ResultLayout:
     @property
     def planes(self) -> tuple[int, ...]:
         """Lines of each plane."""
-        sizes = (4, 8, 8, 1) if self.form is OutputForm.PARTIAL else (self.form.lane_bytes,)
+        sizes = PARTIAL_LANE_BYTES if self.form is OutputForm.PARTIAL else (self.form.lane_bytes,)
         return tuple(lines_of(self.value_dim * size) for size in sizes)
 
     @property

@@ -4,6 +4,7 @@ from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from ..abi.config import QUERY_CHOICES
 from ..abi.descriptor import MAX_PAGE_ROWS_LOG2
 from ..abi.formats import OutputForm
 from ..abi.lines import LINE_BYTES
@@ -46,7 +47,7 @@ class Passes(wiring.Component):
     latency_cycles = 4
 
     def __init__(self, *, queries):
-        if queries not in (1, 2, 4, 8, 16):
+        if queries not in QUERY_CHOICES:
             raise ValueError(f"queries must be 1, 2, 4, 8 or 16, not {queries!r}")
         self.queries = queries
         super().__init__({"i": In(stream.Signature(Job)), "o": Out(stream.Signature(PASS))})

@@ -4,6 +4,7 @@ from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from ..abi.config import QUERY_CHOICES
 from ..abi.descriptor import Status
 from ..abi.lines import LINE_BITS
 from ..common.fork import Fork
@@ -36,7 +37,7 @@ class QueryFeed(wiring.Component):
     def __init__(self, *, units, queries):
         if units < 1:
             raise ValueError(f"units must be a positive integer, not {units!r}")
-        if queries not in (1, 2, 4, 8, 16):
+        if queries not in QUERY_CHOICES:
             raise ValueError(f"queries must be 1, 2, 4, 8 or 16, not {queries!r}")
         self.units = units
         self.queries = queries

@@ -3,11 +3,9 @@
 from amaranth.hdl import unsigned
 from amaranth.lib import data
 
+from ..abi.config import CHANNEL_CHOICES, FINISH_LANE_CHOICES
 from ..abi.formats import OutputForm
 from ..interfaces import PAGE_BITS, LanePartial, State
-
-CHANNEL_CHOICES = (1, 2, 4, 8, 16)
-FINISH_LANE_CHOICES = (2, 4, 8)
 
 
 def check_channels(channels):

@@ -6,7 +6,7 @@ from amaranth.lib.wiring import In, Out
 
 from ..abi.formats import OutputForm
 from ..abi.lines import LINE_BITS, LINE_BYTES
-from ..abi.memory import DENOMINATOR, ResultLayout
+from ..abi.memory import DENOMINATOR, PARTIAL_LANE_BYTES, ResultLayout
 from ..abi.numerics import TOP_NONE
 from ..interfaces import (
     LINE_ADDRESS_BITS,
@@ -23,7 +23,6 @@ from .shapes import Denominator, PassEnd, check_finish_lanes
 
 _MAX_LINES = ResultLayout(1023, OutputForm.PARTIAL).lines  # of a query head, by what the fields have room for
 _OFFSET_BITS = (16 * _MAX_LINES).bit_length()
-_LANE_BYTES = (4, 8, 8, 1)  # of each plane of a partial; a finished form uses the first plane alone
 
 
 class _Phase(enum.Enum, shape=3):
@@ -86,7 +85,7 @@ class Writer(wiring.Component):
         m.submodules.passes = passes = Passes(passes=self.passes, count_bits=_OFFSET_BITS)
         packers = [
             Packer(word_bits=8 * size * self.finish_lanes, narrow=plane == 0)
-            for plane, size in enumerate(_LANE_BYTES)
+            for plane, size in enumerate(PARTIAL_LANE_BYTES)
         ]
         for plane, packer in enumerate(packers):
             m.submodules[f"packer_{plane}"] = packer
@@ -185,7 +184,7 @@ class Writer(wiring.Component):
         denominator_offset = Signal(_OFFSET_BITS, reset_less=True)
         lines = {size: _lines_of(job.value_dim, size) for size in (1, 2, 4, 8)}
         with m.If(phase == _Phase.MEASURE):
-            for plane, size in zip(planes, _LANE_BYTES, strict=True):
+            for plane, size in zip(planes, PARTIAL_LANE_BYTES, strict=True):
                 m.d.sync += plane.eq(lines[size])
             m.d.sync += [
                 offsets[0].eq(0),

@@ -21,6 +21,7 @@ from nearkv_hw.abi.cxl import (
     M2S_RWD,
     S2M_DRS,
     S2M_NDR,
+    TAG_BITS,
     M2SReqOp,
     M2SRwDOp,
     MetaField,
@@ -65,7 +66,7 @@ class Host:
         self._writes = StreamSource(dut, "m2s_rwd", idle=idle)
         self._answered = Event()
         self._rng = random("host")
-        self._free_tags = self._rng.sample(range(1 << 16), _TAGS)
+        self._free_tags = self._rng.sample(range(1 << TAG_BITS), _TAGS)
         self._outstanding: dict[int, _Line | None] = {}
         self._polled: tuple[int, Access] | None = None
         StreamSink(dut, "s2m_ndr", backpressure=backpressure, deliver=self._completed)

@@ -72,8 +72,8 @@ class CommandWindow:
     def write(self, offset: int, data: npt.NDArray[np.uint8], enabled: Mask) -> bool:
         """Write the enabled bytes of a line; true when that rang the doorbell.
 
-        Only first lines of descriptor slots and the doorbell take writes. A doorbell that asks for more
-        descriptors than the ring holds, or lacks bytes, is refused and counted as an error.
+        Only first lines of descriptor slots and the doorbell take writes. A doorbell that goes back, asks for
+        more descriptors than the ring holds, or lacks bytes of its count, is refused and counted as an error.
         """
         if offset == DOORBELL_OFFSET:
             return self._ring(data, enabled)
@@ -96,6 +96,7 @@ class CommandWindow:
     def _ring(self, data: npt.NDArray[np.uint8], enabled: Mask) -> bool:
         tail = DOORBELL.unpack(data.tobytes())["tail"]
         whole = enabled[: _TAIL.width // 8].all()
+        # The ring is empty whenever a doorbell is rung, so a count that goes back is beyond what it holds.
         if not whole or (tail - self.head & _COUNT_MASK) > self._config.ring_slots:
             self._counters.device["errors"] += 1
             return False

@@ -113,7 +113,7 @@ def test_second_host_goes_on_where_the_first_stopped(open_port):
     assert [record["tag"] for record in again.post(nop_descriptor(8), nop_descriptor(9))] == [8, 9]
 
 
-def test_doorbell_too_far_is_refused(open_port):
+def test_bad_doorbells_are_refused(open_port):
     host = RawHost(open_port(ring_slots=4))
     for tail in (5, 0xFFFFFFFF):
         errors = host.counters()["errors"]
@@ -124,6 +124,10 @@ def test_doorbell_too_far_is_refused(open_port):
     assert host.register(window.RING_LINE, window.RING)["tail"] == 0
     assert host.counters()["jobs"] == 0
     assert host.post(nop_descriptor(5))[0]["tag"] == 5
+    errors = host.counters()["errors"]
+    host.port.run([host.doorbell(0)])  # back
+    assert host.register(window.RING_LINE, window.RING)["tail"] == 1
+    assert host.counters()["errors"] == errors + 1
 
 
 def test_posted_but_not_written_descriptor_is_bad(open_port):
