@@ -84,6 +84,14 @@ def make_passes(name, count, **fixed):
     return passes
 
 
+def place(passes):
+    """Give passes result areas that follow each other."""
+    line = 0
+    for item in passes:
+        item.job["line"] = line
+        line += item.job["queries"] * ResultLayout(item.job["value_dim"], OutputForm(item.job["form"])).lines
+
+
 @cocotb.test()
 async def random_passes(dut):
     """Everything random, with idle and backpressure everywhere."""
@@ -110,10 +118,7 @@ async def every_value_dim(dut):
         passes += make_passes(f"dim {dim}", 1, value_dim=dim, queries=2, form=form, fault=False)
     passes += make_passes("sixteen", 2, value_dim=3, queries=16, fault=False, form=OutputForm.FP32)
     passes += make_passes("widest", 1, value_dim=256, queries=1, fault=False, form=OutputForm.PARTIAL)
-    line = 0
-    for item in passes:
-        item.job["line"] = line
-        line += item.job["queries"] * ResultLayout(item.job["value_dim"], OutputForm(item.job["form"])).lines
+    place(passes)
     bench = Bench(dut, passes, "dims", idle=0.1, backpressure=0.1, latency=(10, 12))
     await bench.finished()
 
@@ -123,7 +128,8 @@ async def refused_writes_and_faults(dut):
     """A refused write makes RESULT_DENIED unless the pass failed before; a fault writes nothing."""
     await start(dut)
     rng = random("refused")
-    passes = make_passes("refused", 24, errors=0.3)
+    passes = make_passes("refused", 12, errors=0.0, fault=False) + make_passes("failing", 12, errors=0.3)
+    place(passes)
     faults = {}
     for k, item in enumerate(passes):
         item.expect()
