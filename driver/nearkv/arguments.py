@@ -36,6 +36,9 @@ def tensor_of(name: str, tensor: object, shape: tuple[int | str, ...], dtype: to
     )
     if not fits:
         raise ShapeError(f"{name} has shape {list(given)}, must have {wanted}")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "a meta tensor" if tensor.is_meta else str(tensor.layout)
+        raise DtypeError(f"{name} is {kind}, must be a dense tensor with data")
     if tensor.dtype != dtype:
         name_of = FORMATS[dtype].name if dtype in FORMATS else str(dtype)
         raise DtypeError(
@@ -78,8 +81,8 @@ def finite_scale(scale: Any, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     try:
         value = float(scale)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"scale={scale!r}: must be a number") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(f"scale={scale!r}: must be a number that a float can hold") from error
     if not math.isfinite(value):
         raise ArgumentError(f"scale={value}: must be finite")
     return value
@@ -89,12 +92,7 @@ def row_bounds(lengths: Bounds, window: int | None, rows: Rows | None) -> tuple[
     """The range of rows that each sequence's last query row sees, as (begin, end) arrays."""
     begin, end = np.zeros_like(lengths), lengths.copy()
     if rows is not None:
-        try:
-            pairs = np.broadcast_to(np.asarray(rows, np.int64), (len(lengths), 2))
-        except (TypeError, ValueError) as error:
-            raise ShapeError(
-                f"rows={rows!r}: must be (begin, end), or one pair for each of {len(lengths)} sequences"
-            ) from error
+        pairs = _pairs_of(rows, len(lengths))
         begin, end = pairs[:, 0].copy(), pairs[:, 1].copy()
         if (begin < 0).any() or (begin > end).any() or (end > lengths).any():
             raise ArgumentError(
@@ -104,6 +102,20 @@ def row_bounds(lengths: Bounds, window: int | None, rows: Rows | None) -> tuple[
         whole_number("window", window, 1, 1 << 62)
         begin = np.minimum(np.maximum(begin, lengths - window), end)
     return begin, end
+
+
+def _pairs_of(rows: Rows, batch: int) -> npt.NDArray[np.int64]:
+    """The (begin, end) of each sequence [batch, 2]; whole numbers only, nothing is rounded or repeated."""
+    try:
+        given = np.asarray(rows)
+    except (TypeError, ValueError):
+        given = np.empty(0, np.object_)
+    if given.dtype.kind not in "iu" or given.shape not in ((2,), (batch, 2)):
+        raise ShapeError(
+            f"rows={rows!r}: must be (begin, end), or one pair for each of {batch} sequences, "
+            "of integers of 64 bits"
+        )
+    return np.broadcast_to(given.astype(np.int64), (batch, 2))
 
 
 def visible_of(
@@ -125,7 +137,8 @@ def visible_of(
         raise ShapeError(
             f"visible has shape {list(visible.shape)}, must have {allowed}: a column per committed row"
         )
-    mask: npt.NDArray[np.bool_] = visible.detach().cpu().numpy().reshape(batch, -1, rows)
+    mask: npt.NDArray[np.bool_] = visible.detach().cpu().numpy()
+    mask = mask[:, None] if mask.ndim == 2 else mask
     beyond = np.arange(rows) >= lengths[:, None, None]
     if (mask & beyond).any():
         raise ArgumentError(

@@ -87,7 +87,7 @@ class Call:
         except ValueError as error:
             raise ArgumentError(str(error)) from error
         self._sinks = sinks_of(sinks, q.shape[-2])
-        if out_dtype not in FORMS:
+        if not isinstance(out_dtype, torch.dtype) or out_dtype not in FORMS:
             raise DtypeError(f"out_dtype={out_dtype}: must be one of {', '.join(map(str, FORMS))}")
         if partial and (return_lse or out_dtype != torch.float32):
             raise ArgumentError("a partial has neither out_dtype nor log-sum-exp; give them to nearkv.finish")

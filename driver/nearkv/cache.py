@@ -195,7 +195,8 @@ class KVCache:
 
         Raises
         ------
-        OutOfMemoryError : when there is no room for the copy; there is no new sequence then.
+        OutOfMemoryError, AccessError : when there is no room for the copy, or a line is poisoned; there is no
+            new sequence then.
         """
         tables = self._open_sequences().tables(sequence)
         copy = self.sequence()
@@ -204,7 +205,7 @@ class KVCache:
                 if table.committed:
                     k, v = self.read(sequence, layer=layer)
                     self.append(copy, layer=layer, k=k, v=v)
-        except OutOfMemoryError:
+        except (OutOfMemoryError, AccessError):
             self.free(copy)
             raise
         return copy
@@ -371,6 +372,12 @@ class KVCache:
         is not.
         """
         tables = self._open_sequences().batch(sequences, layer, distinct=True)
+        known: set[str] = set(Options.__annotations__)
+        if other := sorted(options.keys() - known):
+            raise ArgumentError(
+                f"append_attend has no option {', '.join(other)}: it returns the result alone; "
+                "use append and then attend"
+            )
         k, v = self._rows_of(k, v, len(tables))
         call = self._call(q, [table.committed + k.shape[1] for table in tables], **options)
         if call.bounds is None:

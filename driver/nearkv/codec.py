@@ -23,7 +23,7 @@ FORMATS: dict[torch.dtype, formats.Format] = {
 def element_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The torch type of an element format's name, or of itself; DtypeError when it is not stored."""
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in FORMATS:
+    if not isinstance(found, torch.dtype) or found not in FORMATS:
         names = ", ".join(repr(name) for name in DTYPES)
         raise DtypeError(f"dtype={dtype!r}: a cache holds {names} (or the torch types of these)")
     return found

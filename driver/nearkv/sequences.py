@@ -125,9 +125,10 @@ class Sequences:
 
     def at(self, slot: int) -> Sequence:
         """The sequence in a slot; UnknownHandleError when there is none."""
-        sequence = self._slots[slot] if 0 <= slot < len(self._slots) else None
+        known = isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot < len(self._slots)
+        sequence = self._slots[slot] if known else None
         if sequence is None:
-            raise UnknownHandleError(f"slot {slot} of the cache has no sequence")
+            raise UnknownHandleError(f"slot {slot!r} of the cache has no sequence")
         return sequence
 
     def free(self, sequence: Sequence) -> None:
@@ -167,6 +168,8 @@ class Sequences:
 
     def batch(self, sequences: Many[Sequence], layer: int, *, distinct: bool = False) -> list[PageTable]:
         """The page tables of a batch in a layer; with `distinct`, an error when a sequence stands twice."""
+        if not isinstance(sequences, Many):
+            raise DtypeError(f"a batch is a list of sequences, not {type(sequences).__name__}")
         tables = [self.table(sequence, layer) for sequence in sequences]
         if not tables:
             raise ShapeError("the batch has no sequence, must have at least one")

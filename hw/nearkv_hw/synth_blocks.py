@@ -1,7 +1,7 @@
 """The blocks that `nearkv_hw.synth` synthesises, each in a small configuration."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from amaranth.lib import wiring
 
@@ -20,6 +20,7 @@ from .attention.drain import Drain
 from .attention.issue import Issue
 from .attention.loader import Loader
 from .attention.scoring import Scoring
+from .attention.shape import UnitShape
 from .attention.streamer import Streamer
 from .attention.unit import AttentionUnit
 from .command.completer import Completer
@@ -36,7 +37,8 @@ from .results.writer import Writer
 LANES = 8
 QUERIES = 1
 FINISH_LANES = 2
-UNIT = {"lanes": LANES, "queries": QUERIES, "finish_lanes": FINISH_LANES}
+UNIT = UnitShape(lanes=LANES, queries=QUERIES, finish_lanes=FINISH_LANES, max_dim=64)
+"""With 64 elements per row, each of 8 lanes has the memory that each of the device's 32 has."""
 CONFIG = configure("small", queries=QUERIES, capacity_bytes=256 << 20, ring_slots=16)
 MASTERS = 3
 
@@ -58,9 +60,9 @@ class Block:
 
 
 BLOCKS = (
-    Block("attention-unit", lambda: AttentionUnit(**UNIT), LANES),
-    Block("array", lambda: Array(**UNIT), LANES),
-    Block("cell", lambda: Cell(query_states=64, states=64), 1),
+    Block("attention-unit", lambda: AttentionUnit(**asdict(UNIT)), LANES),
+    Block("array", lambda: Array(shape=UNIT), LANES),
+    Block("cell", lambda: Cell(query_states=UNIT.states, states=UNIT.states), 1),
     Block("dot-products", lambda: DotProducts(lanes=LANES), LANES),
     Block("scoring", lambda: Scoring(queries=QUERIES, pipes=1)),
     Block("score-pipe", ScorePipe),
@@ -69,10 +71,10 @@ BLOCKS = (
     Block("product", Product, 1),
     Block("term-aligner", lambda: TermAligner(significand_bits=29), 1),
     Block("binned-accumulator", lambda: BinnedAccumulator(states=16), 1),
-    Block("loader", lambda: Loader(lanes=LANES, queries=QUERIES), LANES),
-    Block("streamer", lambda: Streamer(lanes=LANES, depth=64), LANES),
-    Block("issue", lambda: Issue(**UNIT)),
-    Block("drain", lambda: Drain(**UNIT), LANES),
+    Block("loader", lambda: Loader(shape=UNIT), LANES),
+    Block("streamer", lambda: Streamer(shape=UNIT, depth=64), LANES),
+    Block("issue", lambda: Issue(shape=UNIT)),
+    Block("drain", lambda: Drain(shape=UNIT), LANES),
     Block("results", lambda: Results(channels=2, finish_lanes=FINISH_LANES), FINISH_LANES),
     Block("merge", lambda: Merge(channels=2, finish_lanes=FINISH_LANES), FINISH_LANES),
     Block("finish", lambda: Finish(finish_lanes=FINISH_LANES), FINISH_LANES),

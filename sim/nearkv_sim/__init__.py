@@ -14,6 +14,20 @@ KINDS = ("model", "rtl", "cocotb")
 """How a device can run; a preset of the configuration may follow a colon ("rtl:card")."""
 
 
+def kind_and_preset(spec: str) -> tuple[str, str]:
+    """What a device's name says, "rtl:card" or "rtl"; ValueError, as `open_port` has it, for any other."""
+    kind, colon, preset = spec.partition(":") if isinstance(spec, str) else (spec, "", "")
+    if kind == "unix":
+        raise ValueError(f"{spec!r}: served devices are not there yet; use {', '.join(KINDS)}")
+    if kind not in KINDS:
+        raise ValueError(
+            f"unknown device {spec!r}; there are {', '.join(KINDS)}, each with :PRESET if wanted"
+        )
+    if colon and preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r} in {spec!r}; there are {', '.join(PRESETS)}")
+    return kind, preset or "small"
+
+
 def open_port(
     spec: str = "model",
     *,
@@ -37,16 +51,8 @@ def open_port(
     ValueError : an unknown kind, preset or field, or a value out of range.
     BuildError, ToolMissing : the RTL could not be built: what failed, or what is missing and how to get it.
     """
-    kind, colon, preset = spec.partition(":")
-    if kind == "unix":
-        raise ValueError(f"{spec!r}: served devices are not there yet; use {', '.join(KINDS)}")
-    if kind not in KINDS:
-        raise ValueError(
-            f"unknown device {spec!r}; there are {', '.join(KINDS)}, each with :PRESET if wanted"
-        )
-    if colon and preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r} in {spec!r}; there are {', '.join(PRESETS)}")
-    config = configure(preset or "small", **overrides)
+    kind, preset = kind_and_preset(spec)
+    config = configure(preset, **overrides)
     if kind == "model":
         from .model import ModelPort
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.cxl import M2S_REQ
+from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 
 from .port import Fence, Operation, Poll, Program, Read, Write
+
+_ADDRESS_BITS = M2S_REQ["address"].width + LINE_SHIFT
+"""What a message carries; a longer address would reach another line."""
 
 
 def checked(program: Program) -> list[Operation]:
@@ -14,7 +18,7 @@ def checked(program: Program) -> list[Operation]:
 
     Raises
     ------
-    ValueError : a misaligned address, or arrays that do not fit each other.
+    ValueError : an address misaligned or beyond CXL's 52 bits, or arrays that do not fit each other.
     TypeError : something that is no operation.
     """
     return [_checked(operation) for operation in program]
@@ -40,6 +44,10 @@ def _checked(operation: Operation) -> Operation:
                 raise ValueError(
                     f"a poll's address must be a multiple of {LINE_BYTES}, not {operation.address:#x}"
                 )
+            if operation.address >> _ADDRESS_BITS:
+                raise ValueError(
+                    f"a poll's address must have at most {_ADDRESS_BITS} bits, not be {operation.address:#x}"
+                )
             return operation
         case Fence():
             return operation
@@ -53,4 +61,9 @@ def _addresses(addresses: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     misaligned = array % LINE_BYTES != 0
     if misaligned.any():
         raise ValueError(f"addresses must be multiples of {LINE_BYTES}, not {int(array[misaligned][0]):#x}")
+    beyond = array >> np.uint64(_ADDRESS_BITS) != 0
+    if beyond.any():
+        raise ValueError(
+            f"addresses must have at most {_ADDRESS_BITS} bits, not be {int(array[beyond][0]):#x}"
+        )
     return array

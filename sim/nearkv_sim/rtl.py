@@ -96,7 +96,7 @@ class RtlPort:
         Raises
         ------
         DeviceTimeout : a poll ended in vain, or the device left accesses without an answer.
-        ValueError : a misaligned address, or arrays that do not fit each other.
+        ValueError : an address misaligned or beyond 52 bits, or arrays that do not fit each other.
         RuntimeError : the device is closed, or broke the protocol.
         """
         results: list[ReadResult] = []

@@ -173,6 +173,19 @@ def test_empty_sequences_are_written(device):
     assert same_bits(out[[0, 2]], expected(q, contexts, scale=1 / math.sqrt(8))[[0, 2]])
 
 
+@pytest.mark.parametrize("query_rows", [(), (1,), (2,)])
+def test_visible_of_empty_sequences(model, query_rows):
+    """A mask without columns is a mask like any other."""
+    with model.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="fp16") as kv:
+        out = kv.attend(
+            [kv.sequence()],
+            layer=0,
+            q=values(1, *query_rows, 2, 8, seed=1),
+            visible=torch.zeros(1, *query_rows, 0, dtype=torch.bool),
+        )
+    assert same_bits(out, torch.zeros(1, *query_rows, 2, 8))
+
+
 def test_rows_of_a_batch_stay_apart(device):
     """B11: sequences that differ in v alone give different results."""
     k = values(4, 1, 8, seed=1)

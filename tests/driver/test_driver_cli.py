@@ -67,12 +67,13 @@ def test_every_command_has_help(command):
     assert "Usage" in result.output
 
 
-def test_an_error_is_one_message(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["nearkv", "info", "toaster"])
+@pytest.mark.parametrize("command", [["info"], ["bench", "sim", "--device"]])
+def test_an_error_is_one_message(monkeypatch, capfd, command):
+    monkeypatch.setattr(sys, "argv", ["nearkv", *command, "toaster"])
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 1
-    message = capsys.readouterr().err
+    message = capfd.readouterr().err
     assert message.startswith("ValueError: unknown device 'toaster'")
     assert message.count("\n") == 1
 

@@ -76,6 +76,9 @@ REFUSED = [
     (ShapeError, r"k has shape \[1, 1, 2, 8\], must have \[2, rows, 2, 8\]",
      lambda s: s.append([s.a, s.b], k=some(1, 1, 2, 8), v=some(2, 1, 2, 4))),
     (ShapeError, "no sequence", lambda s: s.append([], k=some(0, 1, 2, 8), v=some(0, 1, 2, 4))),
+    (DtypeError, "k is a meta tensor", lambda s: s.append(k=some(1, 2, 8).to("meta"))),
+    (DtypeError, "a batch is a list of sequences, not generator",
+     lambda s: s.kv.append((n for n in [s.a]), layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4))),
     # attending
     (ShapeError, r"q has shape \[2, 4, 9\], must have \[2, q_heads, 8\]",
      lambda s: s.attend(q=some(2, 4, 9))),
@@ -83,12 +86,18 @@ REFUSED = [
     (ShapeError, "q has 0 heads", lambda s: s.attend(q=some(2, 0, 8))),
     (ShapeError, "no query rows", lambda s: s.attend(q=some(2, 0, 4, 8))),
     (ShapeError, r"must have \[2, q_heads, 8\]", lambda s: s.attend(q=some(3, 4, 8))),
+    (DtypeError, "q is a meta tensor, must be a dense tensor with data",
+     lambda s: s.attend(q=some(2, 4, 8).to("meta"))),
+    (DtypeError, "q is torch.sparse_coo", lambda s: s.attend(q=some(2, 4, 8).to_sparse())),
+    (DtypeError, "a batch is a list of sequences, not Sequence",
+     lambda s: s.kv.attend(s.a, layer=0, q=some(1, 4, 8))),
     (DtypeError, "q is torch.float32", lambda s: s.attend(q=some(2, 4, 8).float())),
     (ShapeError, "no sequence", lambda s: s.attend([])),
     (ArgumentError, "scale=nan: must be finite", lambda s: s.attend(scale=math.nan)),
     (ArgumentError, "scale=inf", lambda s: s.attend(scale=math.inf)),
     (ArgumentError, "must be finite in float32", lambda s: s.attend(scale=1e39)),
     (ArgumentError, "scale='x': must be a number", lambda s: s.attend(scale="x")),
+    (ArgumentError, "must be a number that a float can hold", lambda s: s.attend(scale=10**400)),
     (ArgumentError, "window=0: must be an integer from 1", lambda s: s.attend(window=0)),
     (ArgumentError, "window=1.5", lambda s: s.attend(window=1.5)),
     (ArgumentError, "0 <= begin <= end <= length", lambda s: s.attend(rows=(0, 6))),
@@ -96,6 +105,10 @@ REFUSED = [
     (ArgumentError, "0 <= begin <= end <= length", lambda s: s.attend(rows=(-1, 2))),
     (ArgumentError, "0 <= begin", lambda s: s.attend(q=some(2, 2, 4, 8), rows=(0, 6))),
     (ShapeError, r"must be \(begin, end\)", lambda s: s.attend(rows=[(0, 1), (0, 1), (0, 1)])),
+    (ShapeError, r"rows=\(0\.5, 2\): must be \(begin, end\)", lambda s: s.attend(rows=(0.5, 2))),
+    (ShapeError, r"rows=5: must be", lambda s: s.attend(rows=5)),
+    (ShapeError, r"rows=\(2,\): must be", lambda s: s.attend(rows=(2,))),
+    (ShapeError, r"of integers of 64 bits", lambda s: s.attend(rows=(0, 1 << 70))),
     (ShapeError, r"visible has shape \[2, 4\], must have \[2, 5\]",
      lambda s: s.attend(visible=torch.ones(2, 4, dtype=torch.bool))),
     (DtypeError, "visible must be a bool tensor, not torch.float32",
@@ -118,6 +131,10 @@ REFUSED = [
         [s.a], layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 3, 8))),
     (ArgumentError, "use append and then attend", lambda s: s.kv.append_attend(
         [s.a], layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 2, 4, 8))),
+    (ArgumentError, "no option return_lse", lambda s: s.kv.append_attend(
+        [s.a], layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 4, 8), return_lse=True)),
+    (DtypeError, "a batch is a list", lambda s: s.kv.append_attend(
+        (n for n in [s.a]), layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 4, 8))),
     # the rest
     (ArgumentError, "rows=6: must be an integer from 0 to 5", lambda s: s.kv.crop(s.a, 6)),
     (ArgumentError, "rows=-1", lambda s: s.kv.crop(s.a, -1)),
@@ -125,6 +142,7 @@ REFUSED = [
     (ClosedError, "was freed", lambda s: s.kv.fork(s.freed)),
     (ClosedError, "was freed", lambda s: s.kv.length(s.freed)),
     (UnknownHandleError, "slot 7 of the cache has no sequence", lambda s: s.kv.sequence_at(7)),
+    (UnknownHandleError, "slot None of the cache has no sequence", lambda s: s.kv.sequence_at(None)),
 ]  # fmt: skip
 
 
@@ -157,6 +175,7 @@ def test_refused_calls_change_nothing(model, error, message, call):
         (ArgumentError, "use at most 1024 rows", {"page_rows": 8192, "head_dim": 256}),
         (DtypeError, "dtype='int8': a cache holds 'bf16', 'fp16'", {"dtype": "int8"}),
         (DtypeError, "dtype=torch.float32", {"dtype": torch.float32}),
+        (DtypeError, r"dtype=\[\]", {"dtype": []}),
         (UnknownHandleError, "tenant=2: the device has apertures 0 to 1", {"tenant": 2}),
     ],
 )  # fmt: skip
@@ -380,6 +399,23 @@ def test_the_configuration_is_what_the_device_says():
     config = Device(TamperingPort(eight)).config
     assert (config.queries, config.clock_mhz, config.channels) == (8, 600, 2)
     assert config.to_dict()["dram"] == "fixed"
+
+
+def test_a_fork_that_cannot_be_read_leaves_no_sequence():
+    poisoned = False
+
+    def poison(program, results):
+        if poisoned and results:
+            results[0].access[0] = Access.POISON
+        return results
+
+    device = Device(TamperingPort(poison))
+    kv = device.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="fp16", page_rows=4)
+    (handle,) = filled(kv, [context(3, 1, 8, 8, seed=1)])
+    poisoned = True
+    with pytest.raises(AccessError, match="is poisoned"):
+        kv.fork(handle)
+    assert list(kv._sequences) == [handle]
 
 
 def test_rows_of_a_failed_call_are_there():

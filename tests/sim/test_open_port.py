@@ -11,6 +11,7 @@ from nearkv_sim.toolchain import ToolMissing
 @pytest.mark.parametrize(
     ("spec", "overrides", "message"),
     [
+        (None, {}, "unknown device None"),
         ("fpga", {}, "unknown device 'fpga'; there are model, rtl, cocotb"),
         ("rtl:huge", {}, "unknown preset 'huge' in 'rtl:huge'; there are small, card"),
         ("rtl:", {}, "unknown preset ''"),

@@ -107,6 +107,9 @@ def test_poll_gives_up(port):
         (Write(lines(0), np.zeros((1, 64), np.uint8), np.zeros(2, np.uint64)), r"enables must be \[1\]"),
         (Read(lines(0).reshape(1, 1)), "one dimension"),
         (Poll(8, 1, 1), "multiple of 64, not 0x8"),
+        (Read(lines(1 << 52)), "at most 52 bits, not be 0x10000000000000"),
+        (Write(lines(0, 1 << 63), np.zeros((2, 64), np.uint8)), "at most 52 bits"),
+        (Poll(1 << 52, 1, 1), "at most 52 bits"),
     ],
 )
 def test_programs_are_checked_first(port, operation, message):

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import torch
+from nearkv_sim import kind_and_preset
 
 from nearkv.device import Device, open
 
@@ -35,9 +36,14 @@ def measure(spec: str, *, seconds: float, build: bool) -> list[dict[str, Any]]:
     spec : which device.
     seconds : how long attention streams.
     build : whether to build from nothing, without any cache.
+
+    Raises
+    ------
+    ValueError : for an unknown device, before anything is built.
     """
+    kind, _ = kind_and_preset(spec)
     figures: list[tuple[str, float, str]] = []
-    if build and spec.partition(":")[0] != "model":
+    if build and kind != "model":
         figures.append(("sim.build_s", _build_seconds(spec), "s"))
     with open(spec) as device:
         config = {"device": spec, **device.config.to_dict()}

@@ -148,11 +148,14 @@ class BinnedAccumulator(wiring.Component):
         held = self._kept(m, "tops", self.held_top, self.address, self.add)
         before = Signal(signed(self.top_bits))
         above = Signal(signed(self.top_bits + 1))
+        below = Signal(signed(self.top_bits + 1))
         rises = Signal()
         m.d.comb += [
             before.eq(Mux(self.first, empty_top(self.top_bits), self.held_top)),
             above.eq(self.top - before),
-            rises.eq(self.top > before),  # a comparison of its own: the loop waits for no test of `above`
+            # a subtraction of its own, whose sign is enough: the loop waits for no test of all of `above`
+            below.eq(before - self.top),
+            rises.eq(below[-1]),
             held.eq(Mux(rises, self.top, before)),
         ]
         select = Signal(Select, reset_less=True)

@@ -5,7 +5,7 @@ Stages, in cycles after an operation came:
 | stage | score mode (K) | value mode (V) |
 |---|---|---|
 | 1 | operation and line in registers | the same |
-| 2, 3 | elements decoded | elements decoded; the row's weights come in at 3 |
+| 2, 3 | elements decoded, factors read (2) | elements decoded; the row's weights come in at 2 |
 | 4, 5 | product; normalised | the same |
 | 6 | the line's top bin | every lane's top bin updated |
 | 7 | limbs under the line's top | limbs under the lane's top |
@@ -13,7 +13,7 @@ Stages, in cycles after an operation came:
 
 Every operation takes every stage, so none waits for another. A query line takes the decoders' way into the
 cells, and a read of sums takes the value mode's way with nothing to add: what enters behind a line sees its
-effect.
+effect. Only a K line must leave a cycle between itself and its query line.
 """
 
 from amaranth.hdl import Cat, Module, Mux, Signal, signed
@@ -78,9 +78,10 @@ class Array(wiring.Component):
     read_valid, lanes_read : Out : sums and flags of the lanes that were read, `read_cycles` after the read.
     """
 
-    weight_cycles = 1 + ElementDecoder.latency_cycles
-    top_cycles = weight_cycles + Cell.top_cycles
-    limb_cycles = weight_cycles + Cell.limb_cycles
+    element_cycles = 1 + ElementDecoder.latency_cycles
+    weight_cycles = element_cycles - 1
+    top_cycles = element_cycles + Cell.top_cycles
+    limb_cycles = element_cycles + Cell.limb_cycles
     read_cycles = limb_cycles + 1
 
     def __init__(self, *, shape):
@@ -113,7 +114,8 @@ class Array(wiring.Component):
         m.d.sync += [line.eq(self.line), present.eq(self.present)]
         delays = _Delays(m, self.operation)
         at_line = delays.at(1)
-        at_element = delays.at(self.weight_cycles)
+        at_weight = delays.at(self.weight_cycles)
+        at_element = delays.at(self.element_cycles)
         at_top = delays.at(self.top_cycles)
         at_select = delays.at(self.top_cycles + 1)
         at_limb = delays.at(self.limb_cycles)
@@ -143,14 +145,15 @@ class Array(wiring.Component):
         ]
 
         # signs, and what elements are that are no numbers: vectors over the lanes, for each query
-        value_nan = delays.of(element_now.nan, self.top_cycles - self.weight_cycles)
+        value_nan = delays.of(element_now.nan, self.top_cycles - self.element_cycles)
         value_positive = delays.of(
-            element_now.infinite & ~element_now.negative, self.top_cycles - self.weight_cycles
+            element_now.infinite & ~element_now.negative, self.top_cycles - self.element_cycles
         )
         value_negative = delays.of(
-            element_now.infinite & element_now.negative, self.top_cycles - self.weight_cycles
+            element_now.infinite & element_now.negative, self.top_cycles - self.element_cycles
         )
         query_address = Cat(at_element.line, at_element.bank)
+        query_read = Cat(at_weight.line, at_weight.bank)
         read_tops, read_highs, read_lows, read_flags = [], [], [], []
         for index in queries:
             load = Signal(name=f"load_{index}")
@@ -182,7 +185,7 @@ class Array(wiring.Component):
                 )
             )
             negative = delays.of(
-                Mux(at_element.value, element_now.negative, opposite), self.limb_cycles - self.weight_cycles
+                Mux(at_element.value, element_now.negative, opposite), self.limb_cycles - self.element_cycles
             )
             live = delays.of(self.weights[index].significand[-1], self.top_cycles - self.weight_cycles)
 
@@ -194,7 +197,7 @@ class Array(wiring.Component):
                 dot.negative.eq(negative),
                 dot.row_valid.eq(at_row.score),
                 dot.row_first.eq(at_row.line == 0),
-                dot.flags.eq(delays.of(flags, self.limb_cycles + tree_cycles - self.weight_cycles - 1)),
+                dot.flags.eq(delays.of(flags, self.limb_cycles + tree_cycles - self.element_cycles - 1)),
                 self.row.dots[index].eq(dot.dot),
             ]
 
@@ -216,9 +219,10 @@ class Array(wiring.Component):
                     query_states=self.shape.states, states=self.shape.states
                 )
                 m.d.comb += [
-                    cell.element.eq(decoders[lane].element),
-                    cell.value.eq(at_element.value),
+                    cell.value.eq(at_weight.value),
                     cell.weight.eq(self.weights[index]),
+                    cell.query_read.eq(query_read),
+                    cell.element.eq(decoders[lane].element),
                     cell.query_address.eq(query_address),
                     cell.query_write.eq(load),
                     cell.add.eq(at_top.value),

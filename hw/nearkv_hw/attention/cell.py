@@ -12,7 +12,7 @@ from amaranth.lib.wiring import In, Out
 from ..abi.numerics import BIN_BITS, LIMB_BITS, WEIGHT_BITS
 from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, Select, TermAligner, empty_top
 from ..arithmetic.decode import SIGNIFICAND_BITS, Element
-from ..arithmetic.product import PRODUCT_BITS, Product
+from ..arithmetic.product import FACTOR_EXPONENT_BITS, PRODUCT_BITS, Product
 from ..arithmetic.score import DOT_TOP_BITS
 from ..arithmetic.weight import Weight
 
@@ -30,15 +30,18 @@ class Cell(wiring.Component):
 
     Members
     -------
-    Operands, in the cycle of the decoded element:
+    Factor stage, one cycle before the element comes:
 
-    element : In(Element) : the element.
     value : In : value mode.
     weight : In(Weight) : the factor in value mode.
-    query_address : In : which query element is the factor in score mode, or is written.
-    query_write : In : keep `element` as that query element.
+    query_read : In : which query element is the factor in score mode.
 
-    Top stage, `top_cycles` later:
+    Element stage:
+
+    element : In(Element) : the decoded element.
+    query_write, query_address : In : keep the element as that query element, a factor from the next cycle on.
+
+    Top stage, `top_cycles` after the element:
 
     add, first, address : In : value mode: the sum to add to, and whether it starts here.
     bins : Out : score mode: the product's bin, one bit per bin of `DOT_BINS`; none for a zero product.
@@ -65,11 +68,12 @@ class Cell(wiring.Component):
         self.states = states
         super().__init__(
             {
-                "element": In(Element),
                 "value": In(1),
                 "weight": In(Weight),
-                "query_address": In(range(query_states)),
+                "query_read": In(range(query_states)),
+                "element": In(Element),
                 "query_write": In(1),
+                "query_address": In(range(query_states)),
                 "add": In(1),
                 "first": In(1),
                 "address": In(range(states)),
@@ -89,25 +93,26 @@ class Cell(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        m.submodules.query = query = memory.Memory(shape=Element, depth=self.query_states, init=[])
-        read, write = query.read_port(domain="comb"), query.write_port()
+        m.submodules.query = kept = memory.Memory(shape=Element, depth=self.query_states, init=[])
+        read, write = kept.read_port(domain="comb"), kept.write_port()
         m.d.comb += [
-            read.addr.eq(self.query_address),
+            read.addr.eq(self.query_read),
             write.addr.eq(self.query_address),
             write.data.eq(self.element),
             write.en.eq(self.query_write),
         ]
         m.submodules.product = product = Product()
+        factor = Signal(WEIGHT_BITS, reset_less=True)
+        factor_exponent = Signal(signed(FACTOR_EXPONENT_BITS), reset_less=True)
+        query = Cat(Const(0, WEIGHT_BITS - SIGNIFICAND_BITS), read.data.significand)
+        m.d.sync += [
+            factor.eq(Mux(self.value, self.weight.significand, query)),
+            factor_exponent.eq(Mux(self.value, self.weight.exponent, read.data.exponent)),
+        ]
         m.d.comb += [
             product.element.eq(self.element),
-            product.factor.eq(
-                Mux(
-                    self.value,
-                    self.weight.significand,
-                    Cat(Const(0, WEIGHT_BITS - SIGNIFICAND_BITS), read.data.significand),
-                )
-            ),
-            product.factor_exponent.eq(Mux(self.value, self.weight.exponent, read.data.exponent)),
+            product.factor.eq(factor),
+            product.factor_exponent.eq(factor_exponent),
         ]
 
         some = product.significand[-1]

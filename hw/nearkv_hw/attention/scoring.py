@@ -153,8 +153,8 @@ class Scoring(wiring.Component):
         at_score, at_weight = at[1], at[self.weigh_cycles]
         at_limb, at_read = at[self.read_cycles - 1], at[self.read_cycles]
 
-        factor = Signal(Factor, reset_less=True)
-        m.d.sync += factor.eq(Mux(operation.bank, self.factors[1], self.factors[0]))
+        factor = Signal(Factor)
+        m.d.comb += factor.eq(Mux(at_score.bank, self.factors[1], self.factors[0]))
         write_slot = Signal(range(WEIGHT_SLOTS))
         with m.If(at_weight.row & at_weight.last):
             m.d.sync += write_slot.eq(write_slot + 1)

@@ -102,7 +102,7 @@ class CocotbPort:
         Raises
         ------
         DeviceTimeout : a poll ended in vain.
-        ValueError : a misaligned address, or arrays that do not fit each other.
+        ValueError : an address misaligned or beyond 52 bits, or arrays that do not fit each other.
         RuntimeError : the device is closed, broke the protocol, or its simulator ended; with the log's end.
         """
         entries, arrays = wire.pack_program(checked(program))

@@ -140,11 +140,13 @@ async def equals_the_contract(dut, kind):
         for query in range(queries):
             for number in range(ROW_LINES):
                 add({"load": 1, "bank": bank, "query": query, "line": number})
+    add({})
     for _ in range(400):
         bank = rng.getrandbits(1)
         what = rng.choice(["score", "score", "value", "value", "value", "load", "idle"])
         if what == "load":
             add({"load": 1, "bank": bank, "query": rng.randrange(queries), "line": rng.randrange(ROW_LINES)})
+            add({})  # a K line leaves a cycle
         elif what == "idle":
             add({})
         elif what == "score":

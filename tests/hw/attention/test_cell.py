@@ -41,6 +41,8 @@ async def multiplies_and_sums_in_both_modes(dut):
     operations = []
     for number in range(6000):
         kind = "load" if number < 8 else rng.choice(["load", "idle", *["score"] * 5, *["value"] * 5])
+        if number and operations[-1]["kind"] == "load" and kind == "score":
+            kind = "value"  # a score operation leaves a cycle to a load
         operations.append(
             {
                 "kind": kind,
@@ -80,12 +82,15 @@ async def multiplies_and_sums_in_both_modes(dut):
 
     edge = RisingEdge(dut.clk)
     seen = 0
-    for cycle in range(len(operations) + Cell.limb_cycles + 1):
+    for cycle in range(-1, len(operations) + Cell.limb_cycles + 1):
+        following = at(cycle + 1)
+        if following:
+            dut.value.value = int(following["kind"] == "value")
+            dut.weight.value = pack(Weight, following["weight"])
+            dut.query_read.value = following["query"]
         now = at(cycle)
         if now:
             dut.element.value = pack(Element, now["element"])
-            dut.value.value = int(now["kind"] == "value")
-            dut.weight.value = pack(Weight, now["weight"])
             dut.query_address.value = now["query"]
             dut.query_write.value = int(now["kind"] == "load")
         top = at(cycle - Cell.top_cycles)

@@ -52,7 +52,7 @@ def test_nothing_outside_the_apertures(open_port):
         2 * config.aperture_bytes,
         2 * config.aperture_bytes + config.capacity_bytes,
         (1 << 52) - LINE_BYTES,
-        (1 << 64) - LINE_BYTES,
+        (1 << 51) + LINE_BYTES,
     )
     before = host.counters()
     [result] = port.run([Write(where, lines(1, 6)), Fence(), Read(where)])
