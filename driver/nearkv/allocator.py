@@ -106,11 +106,21 @@ class Arena:
                     f"no {count} consecutive extents left for {size} bytes; free sequences or caches, or "
                     "open the device with a larger capacity_bytes"
                 )
-            self.give(first * EXTENT_BYTES, count * EXTENT_BYTES)
+            self._insert(first * EXTENT_BYTES, (first + count) * EXTENT_BYTES)
 
     def give(self, address: int, size_bytes: int) -> None:
-        """A run that `take` gave is free again."""
-        begin, end = address, address + max(-(-size_bytes // LINE_BYTES), 1) * LINE_BYTES
+        """A run that `take` gave is free again; extents that are wholly free are there for others."""
+        begin, end = self._insert(address, address + max(-(-size_bytes // LINE_BYTES), 1) * LINE_BYTES)
+        whole = range(-(-begin // EXTENT_BYTES), end // EXTENT_BYTES)
+        if whole:
+            rest = ((begin, whole.start * EXTENT_BYTES), (whole.stop * EXTENT_BYTES, end))
+            index = self._free.index((begin, end))
+            self._free[index : index + 1] = [run for run in rest if run[0] < run[1]]
+            for extent in whole:
+                self._extents.give(extent)
+
+    def _insert(self, begin: int, end: int) -> tuple[int, int]:
+        """Add a free run; returns it with the free neighbours that it grew together with."""
         index = bisect_left(self._free, (begin, end))
         if index < len(self._free) and self._free[index][0] == end:
             end = self._free.pop(index)[1]
@@ -118,6 +128,7 @@ class Arena:
             index -= 1
             begin = self._free.pop(index)[0]
         self._free.insert(index, (begin, end))
+        return begin, end
 
 
 class Pages:

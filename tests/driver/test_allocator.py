@@ -117,3 +117,18 @@ def test_an_arena_without_room_says_so():
     with pytest.raises(OutOfMemoryError, match="no 3 consecutive extents left"):
         arena.take(5 * EXTENT_BYTES // 2)
     assert arena.take(2 * EXTENT_BYTES) == 0
+
+
+def test_an_empty_arena_leaves_its_extents_to_pages():
+    extents = Memory(4).tenant(1)
+    arena, pages = Arena(extents), Pages(extents, EXTENT_BYTES, [0])
+    kept = arena.take(64)
+    runs = [arena.take(EXTENT_BYTES - 64), arena.take(2 * EXTENT_BYTES), arena.take(EXTENT_BYTES)]
+    with pytest.raises(OutOfMemoryError):
+        pages.take(1)
+    for run, size in zip(runs, (EXTENT_BYTES - 64, 2 * EXTENT_BYTES, EXTENT_BYTES), strict=True):
+        arena.give(run, size)
+    taken = pages.take(3)
+    assert kept // EXTENT_BYTES not in (taken // EXTENT_BYTES).tolist()
+    pages.give(taken)
+    assert arena.take(3 * EXTENT_BYTES)
