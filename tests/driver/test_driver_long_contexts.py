@@ -1,0 +1,24 @@
+"""Long contexts on the RTL have the reference's bits."""
+
+import nearkv
+import pytest
+import torch
+
+
+@pytest.mark.rtl
+@pytest.mark.parametrize("rows", [1 << 14, pytest.param(1 << 22, marks=pytest.mark.slow)])
+def test_rows_of_a_long_context(rtl_device, rows):
+    """A small head, rows appended in parts, page size large enough for the table."""
+    generator = torch.Generator().manual_seed(rows)
+    k = torch.randn(rows, 1, 24, generator=generator).bfloat16()
+    v = torch.randn(rows, 1, 8, generator=generator).bfloat16()
+    q = torch.randn(1, 3, 24, generator=generator).bfloat16()
+    with rtl_device.kv_cache(
+        layers=1, kv_heads=1, head_dim=24, value_dim=8, dtype="bf16", page_rows=64
+    ) as cache:
+        sequence = cache.sequence()
+        for part in range(0, rows, 1 << 17):
+            end = part + (1 << 17)
+            cache.append(sequence, layer=0, k=k[part:end], v=v[part:end])
+        out = cache.attend([sequence], layer=0, q=q, scale=0.2)
+    assert torch.equal(out, nearkv.reference.decode_attention(q, k[None], v[None], scale=0.2))
