@@ -16,13 +16,12 @@ from nearkv_hw.abi.memory import RowLayout
 from torch import Tensor
 
 from nearkv import check, reference
+from nearkv.codec import DTYPES
 
 if TYPE_CHECKING:
     from nearkv.cache import KVCache
     from nearkv.device import Device
     from nearkv.sequences import Sequence as DeviceSequence
-
-CACHE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,10 @@ class RowStore(ABC):
     """
 
     def __init__(self, dtype: str) -> None:
-        if dtype not in CACHE_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(CACHE_DTYPES)}, not {dtype!r}")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(reversed(DTYPES))}, not {dtype!r}")
         self.dtype = dtype
-        self.torch_dtype = CACHE_DTYPES[dtype]
+        self.torch_dtype = DTYPES[dtype]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Add rows: k [batch, rows, kv_heads, head_dim] and v [batch, rows, kv_heads, value_dim], any
@@ -221,7 +220,11 @@ class DeviceRows(RowStore):
                 self.sequences, layer=layer, q=q[:, 0], scale=scale, rows=ranges, sinks=sinks
             )
             return out[:, None]
-        k, v = self._prompt.pop(layer) if layer in self._prompt else self._read(layer)
+        if layer not in self._prompt:
+            return self.cache.attend(
+                self.sequences, layer=layer, q=q, scale=scale, visible=visible, sinks=sinks
+            )
+        k, v = self._prompt.pop(layer)
         return reference.decode_attention(
             q, k, v, scale=scale, visible=visible, sinks=sinks, k_format=self.dtype
         )
@@ -233,10 +236,6 @@ class DeviceRows(RowStore):
         if visible is None:
             return [(0, self.rows(layer))] * self.batch
         return row_ranges(visible[:, 0])
-
-    def _read(self, layer: int) -> tuple[Tensor, Tensor]:
-        pairs = [self.cache.read(sequence, layer=layer) for sequence in self.sequences]
-        return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
     def rows(self, layer: int) -> int:
         """See `RowStore.rows`."""
