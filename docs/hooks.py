@@ -1,18 +1,23 @@
 """Fills documentation pages with tables that come from the abi, so that they cannot fall behind it.
 
 A line `@layout descriptor.ATTEND` becomes the field table of `nearkv_hw.abi.descriptor.ATTEND`;
-`@enum descriptor.Status` becomes the members of an enumeration with their meaning; `@config` the presets.
+`@enum descriptor.Status` becomes the members of an enumeration with their meaning; `@config` the presets;
+`@dram dram.DDR5_6400` the values of a DRAM part, `@densities` what depends on its density, and `@frames` what
+its rules are for a controller; `@links` what each CXL link carries.
 """
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import itertools
 import re
 
-from nearkv_hw.abi import PRESETS
+from nearkv_hw.abi import LINE_BYTES, PRESETS
+from nearkv_hw.abi.dram import MEANINGS, PARTS, Dram, Refresh, ceiling
+from nearkv_hw.abi.link import RATES, lines_per_cycle, ports
 
-DIRECTIVE = re.compile(r"^@(layout|enum|config)(?: (\w+)\.(\w+))?$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^@(layout|enum|config|dram|densities|frames|links)(?: (\w+)\.(\w+))?$", re.MULTILINE)
 
 
 def on_page_markdown(markdown, **_):
@@ -68,4 +73,80 @@ def _config(*_):
     return "\n".join(rows)
 
 
-TABLES = {"layout": _layout, "enum": _enum, "config": _config}
+def _dram(_, name):
+    """The timing values of a part, with where they come from."""
+    part = PARTS[Dram[name]]
+    rows = ["| name | value | unit | tCK | what it is | source | sure |", "|---|---:|---|---:|---|---|---|"]
+    for key, meaning in MEANINGS.items():
+        if key in part.values:
+            value = part.values[key]
+            cells = (
+                f"`{key}`",
+                f"{value.value:g}",
+                value.unit,
+                str(part.n(key)) if value.unit else "",
+                *(meaning, value.source, value.sure),
+            )
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _densities(*_):
+    rows = [
+        "| part | Gbit | rows of a bank | all-bank refresh | of a set | channel | ceiling | sources |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for part in PARTS.values():
+        for gbit, density in part.densities.items():
+            values = (density.rows, density.rfc, density.rfc_set)
+            cells = (
+                part.dram.name,
+                f"{gbit} (default)" if gbit == part.default_density else str(gbit),
+                f"{part.rows_of(gbit):,}",
+                *(f"{value.value:g} ns" for value in values[1:]),
+                f"{part.channel_lines(gbit) * LINE_BYTES / 2**30:g} GiB",
+                f"{100 * ceiling(part, gbit, Refresh.ALL_BANK):.1f} %",
+                "; ".join(f"{value.source} ({value.sure})" for value in values),
+            )
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _frames(*_):
+    parts = PARTS.values()
+    columns = [part.frames(part.default_density, Refresh.ALL_BANK) for part in parts]
+    rows = [
+        "| distance, frames | " + " | ".join(part.dram.name for part in parts) + " |",
+        "|---" + "|---:" * len(columns) + "|",
+    ]
+    rows += [
+        f"| `{field.name}` | " + " | ".join(str(getattr(column, field.name)) for column in columns) + " |"
+        for field in dataclasses.fields(columns[0])
+    ]
+    return "\n".join(rows)
+
+
+def _links(*_):
+    """What each link carries, and the ports that it takes at 800 MHz."""
+    rows = [
+        "| link | reads bring, GB/s | writes take, GB/s | lines read per cycle at 800 MHz | ports |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for link, rate in RATES.items():
+        read, written = (float(r) / 1e9 for r in (rate.read_bytes_per_second, rate.write_bytes_per_second))
+        lines = float(lines_per_cycle(link, 800))
+        rows.append(
+            f"| `{link.name.lower()}` | {read:.1f} | {written:.1f} | {lines:.2f} | {ports(link, 800)} |"
+        )
+    return "\n".join(rows)
+
+
+TABLES = {
+    "layout": _layout,
+    "enum": _enum,
+    "config": _config,
+    "dram": _dram,
+    "densities": _densities,
+    "frames": _frames,
+    "links": _links,
+}

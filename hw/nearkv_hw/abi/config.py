@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any
 
+from .dram import PARTS, Dram, Refresh
 from .lines import LINE_BYTES
+
+FIXED_CLOCK_MHZ = 800
+"""Device clock where no DRAM part lays one down."""
 
 ABI_VERSION = 1
 """Version of descriptors, records and register lines; the driver refuses a device with another one."""
@@ -16,23 +21,25 @@ EXTENT_BYTES = 1 << 20
 EXTENT_SHIFT = 20
 
 CHANNEL_CHOICES = (1, 2, 4, 8, 16)
+RANK_CHOICES = (1, 2, 4)
 QUERY_CHOICES = (1, 2, 4, 8, 16)
 FINISH_LANE_CHOICES = (2, 4, 8)
 """What a device may have of each."""
 
 
-class Dram(IntEnum):
-    """What stands behind a memory channel."""
-
-    FIXED = 0
-    """A line per cycle after a fixed latency; no DRAM rules."""
-
-
 class Placement(IntEnum):
     """Where the attention units stand."""
 
+    RANK = 0
+    """In the module's buffer: one unit per rank, every rank streams its own rows."""
+    PHY = 1
+    """Beside the channel's PHY, with an ECC decoder of its own."""
     CONTROLLER = 2
     """A private port at the memory controller, after ECC."""
+    FABRIC = 3
+    """Behind the crossbar, which the units share with the host."""
+    HOST = 4
+    """Nowhere: the host reads every row over the link."""
 
 
 class Link(IntEnum):
@@ -59,10 +66,15 @@ class DeviceConfig:
     apertures : tenants that the device tells apart, 1 to 8.
     ring_slots : descriptors that a command window holds; a power of two from 4 to 256.
     dram : what stands behind a channel.
+    density_gbit : density of the DRAM's dies, one of the part's; 0 for `Dram.FIXED`.
+    refresh : how the DRAM is refreshed.
     memory_latency_cycles : read latency of `Dram.FIXED`, 2 to 200.
+    fabric_share : sixteenths of a channel's lines that host, walker and writer get at least when they and
+        the unit both want more; the unit gets at least the rest. 1 to 15.
     placement : where the units stand.
+    ranks : ranks of a channel, each with a unit of its own: 2 or 4 for `Placement.RANK`, else 1.
     link : the CXL link.
-    clock_mhz : device clock, from which cycles become time.
+    clock_mhz : device clock, from which cycles become time; with DRAM the part's.
 
     Raises
     ------
@@ -77,11 +89,15 @@ class DeviceConfig:
     capacity_bytes: int = 2 << 30
     apertures: int = 2
     ring_slots: int = 256
-    dram: Dram = Dram.FIXED
+    dram: Dram = Dram.DDR5_6400
+    density_gbit: int = PARTS[Dram.DDR5_6400].default_density
+    refresh: Refresh = Refresh.ALL_BANK
     memory_latency_cycles: int = 40
+    fabric_share: int = 8
     placement: Placement = Placement.CONTROLLER
+    ranks: int = 1
     link: Link = Link.X8_64
-    clock_mhz: int = 800
+    clock_mhz: int = FIXED_CLOCK_MHZ
 
     def __post_init__(self) -> None:
         def check(name: str, allowed: bool, text: str) -> None:
@@ -89,12 +105,12 @@ class DeviceConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: {text}")
 
         for field in fields(self):
-            if field.name not in ("name", "dram", "placement", "link"):
+            if field.name not in ("name", *_ENUMERATIONS):
                 value = getattr(self, field.name)
                 check(
                     field.name, isinstance(value, int) and not isinstance(value, bool), "must be an integer"
                 )
-        for name, kind in (("dram", Dram), ("placement", Placement), ("link", Link)):
+        for name, kind in _ENUMERATIONS.items():
             value = getattr(self, name)
             if isinstance(value, str):
                 choices = {member.name.lower(): member for member in kind}
@@ -115,11 +131,58 @@ class DeviceConfig:
         check(
             "capacity_bytes",
             _is_power_of_two(self.capacity_bytes)
-            and self.channels * EXTENT_BYTES <= self.capacity_bytes <= 1 << 40,
-            f"must be a power of two from {self.channels} extents of {EXTENT_BYTES} bytes to 1 TiB",
+            and self.slices * EXTENT_BYTES <= self.capacity_bytes <= 1 << 40,
+            f"must be a power of two from {self.slices} extents of {EXTENT_BYTES} bytes to 1 TiB",
         )
         check("memory_latency_cycles", 2 <= self.memory_latency_cycles <= 200, "must be 2 to 200")
         check("clock_mhz", 1 <= self.clock_mhz <= 10_000, "must be 1 to 10,000")
+        check("fabric_share", 1 <= self.fabric_share <= 15, "must be 1 to 15 sixteenths")
+        near = self.placement is Placement.RANK
+        check(
+            "ranks",
+            self.ranks in RANK_CHOICES and (self.ranks > 1) == near,
+            "must be 2 or 4 with placement=rank, and 1 with every other",
+        )
+        check(
+            "channels",
+            self.slices <= max(CHANNEL_CHOICES),
+            f"with ranks={self.ranks} must be at most {max(CHANNEL_CHOICES) // self.ranks}",
+        )
+        self._check_part(check)
+
+    def _check_part(self, check: Callable[[str, bool, str], None]) -> None:
+        """What the DRAM part lays down."""
+        if self.dram is Dram.FIXED:
+            check("density_gbit", self.density_gbit == 0, "must be 0 with dram=fixed")
+            check("refresh", self.refresh is Refresh.ALL_BANK, "must be all_bank with dram=fixed")
+            return
+        part = PARTS[self.dram]
+        check(
+            "density_gbit",
+            self.density_gbit in part.densities,
+            f"must be one of {', '.join(map(str, part.densities))} with dram={self.dram.name.lower()}",
+        )
+        check("clock_mhz", self.clock_mhz == part.clock_mhz, f"must be the part's {part.clock_mhz}")
+        lines = part.channel_lines(self.density_gbit)
+        check(
+            "capacity_bytes",
+            self.slice_lines <= lines,
+            f"must be at most {lines * LINE_BYTES * self.slices}, what {self.slices} slices of it hold",
+        )
+
+    @property
+    def slices(self) -> int:
+        """Parts of the memory that are apart: one per channel, or per rank where units stand at ranks.
+
+        Slice s is rank s // channels of channel s % channels. Each has its own owners, and its own unit
+        where units stand beside the memory.
+        """
+        return self.channels * self.ranks
+
+    @property
+    def units(self) -> int:
+        """Attention units."""
+        return 0 if self.placement is Placement.HOST else self.slices
 
     @property
     def extents(self) -> int:
@@ -127,23 +190,23 @@ class DeviceConfig:
         return self.capacity_bytes // EXTENT_BYTES
 
     @property
-    def channel_extents(self) -> int:
-        """Extents of one channel."""
-        return self.extents // self.channels
+    def slice_extents(self) -> int:
+        """Extents of one slice."""
+        return self.extents // self.slices
 
     @property
-    def channel_lines(self) -> int:
-        """Lines of one channel."""
-        return self.capacity_bytes // self.channels // LINE_BYTES
+    def slice_lines(self) -> int:
+        """Lines of one slice."""
+        return self.capacity_bytes // self.slices // LINE_BYTES
 
     @property
     def aperture_bytes(self) -> int:
         """Host address range of one aperture: the lower half is memory, the upper half holds the window."""
         return 2 * self.capacity_bytes
 
-    def channel_of(self, address: int) -> int:
-        """The channel that holds a device address."""
-        return address // EXTENT_BYTES % self.channels
+    def slice_of(self, address: int) -> int:
+        """The slice that holds a device address."""
+        return address // EXTENT_BYTES % self.slices
 
     def to_dict(self) -> dict[str, Any]:
         """Fields as plain values, names of enumerations in lower case."""
@@ -151,6 +214,14 @@ class DeviceConfig:
             f.name: value.name.lower() if isinstance(value := getattr(self, f.name), IntEnum) else value
             for f in fields(self)
         }
+
+
+_ENUMERATIONS: dict[str, type[IntEnum]] = {
+    "dram": Dram,
+    "refresh": Refresh,
+    "placement": Placement,
+    "link": Link,
+}
 
 
 def _is_power_of_two(value: int) -> bool:
@@ -173,4 +244,19 @@ def configure(preset: str = "small", **overrides: Any) -> DeviceConfig:
     for name in overrides:
         if name not in known:
             raise ValueError(f"unknown configuration field {name!r}; there are {', '.join(known)}")
-    return replace(PRESETS[preset], **overrides)
+    return replace(PRESETS[preset], **_of_part(overrides), **overrides)
+
+
+def _of_part(overrides: dict[str, Any]) -> dict[str, Any]:
+    """What the choice of a DRAM part lays down and the overrides leave open."""
+    choices = {member.name.lower(): member for member in Dram}
+    dram = overrides.get("dram")
+    dram = choices.get(dram) if isinstance(dram, str) else dram
+    if not isinstance(dram, Dram):
+        return {}
+    part = PARTS.get(dram)
+    laid_down = {
+        "clock_mhz": part.clock_mhz if part else FIXED_CLOCK_MHZ,
+        "density_gbit": part.default_density if part else 0,
+    }
+    return {name: value for name, value in laid_down.items() if name not in overrides}

@@ -123,6 +123,8 @@ class Status(IntEnum):
     """Another tenant owns an extent of the claim; nothing was claimed; `detail` is that extent."""
     BAD_EXTENT = 16
     """The claim goes beyond the memory or is empty."""
+    NO_UNITS = 17
+    """The device has no attention units: the host reads the rows and computes."""
 
 
 MIN_PAGE_ROWS_LOG2 = 2

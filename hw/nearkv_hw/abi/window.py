@@ -29,7 +29,11 @@ LINK_COUNTERS_LINE = 2
 RING_LINE = 3
 """Register line of `RING`."""
 CHANNEL_COUNTERS_LINE = 16
-"""Register line of channel 0's `CHANNEL_COUNTERS`; channel c is c lines further."""
+"""Register line of slice 0's `CHANNEL_COUNTERS`; slice s is s lines further."""
+MEMORY_COUNTERS_LINE = 32
+"""Register line of slice 0's `MEMORY_COUNTERS`; slice s is s lines further."""
+QUEUE_COUNTERS_LINE = 48
+"""Register line of slice 0's `QUEUE_COUNTERS`; slice s is s lines further."""
 
 IDENTITY = Layout(
     "identity",
@@ -51,6 +55,10 @@ IDENTITY = Layout(
     Field("memory_latency_cycles", 16, "read latency of the fixed memory"),
     Field("clock_mhz", 16, "device clock"),
     Field("capacity_bytes", 64, "device memory"),
+    Field("density_gbit", 16, "density of the DRAM's dies, 0 for the fixed memory"),
+    Field("refresh", 8, "`Refresh`"),
+    Field("fabric_share", 8, "sixteenths of a channel's lines that host, walker and writer get at least"),
+    Field("ranks", 8, "ranks of a channel, each with a unit of its own"),
 )
 
 DEVICE_COUNTERS = Layout(
@@ -92,6 +100,36 @@ CHANNEL_COUNTERS = Layout(
     Field("conflicts", 64, "cycles in which unit and fabric wanted the channel"),
     Field("partial_beats", 64, "beats of partial results drained"),
 )
+
+MEMORY_COUNTERS = Layout(
+    "memory counters",
+    LINE_BITS,
+    Field("row_hits", 64, "reads and writes of a row that was open"),
+    Field("row_misses", 64, "rows that were opened in a bank without an open row"),
+    Field("row_conflicts", 64, "rows that were closed because another row of the bank was wanted"),
+    Field("refresh_cycles", 64, "cycles in which a controller let requests wait for a refresh"),
+    Field(
+        "turnaround_cycles",
+        64,
+        "cycles in which the bus turned between reads and writes while something waited",
+    ),
+    Field("idle_cycles", 64, "cycles in which a controller had nothing to do"),
+    Field("corrected", 64, "lines read with a wrong bit, which was put right"),
+    Field("uncorrectable", 64, "lines read with more wrong bits than can be put right, answered as poison"),
+)
+"""Of the memory behind a slice, all its controllers together; a cycle of each of them counts. Zero where the
+memory has no DRAM rules."""
+
+QUEUE_COUNTERS = Layout(
+    "queue counters",
+    LINE_BITS,
+    Field("read_levels", 64, "reads that waited in the controllers, summed over the cycles"),
+    Field("write_levels", 64, "writes that waited in the controllers, summed over the cycles"),
+    Field("read_level_max", 64, "most reads that waited in one controller"),
+    Field("write_level_max", 64, "most writes that waited in one controller"),
+    Field("blocked_cycles", 64, "cycles in which a request of unit or fabric found no room"),
+)
+"""Of the same controllers."""
 
 DOORBELL = Layout("doorbell", LINE_BITS, Field("tail", 32, "descriptors posted since reset, modulo 2^32"))
 

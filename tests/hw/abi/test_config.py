@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from nearkv_hw.abi import PRESETS, configure
 from nearkv_hw.abi.config import EXTENT_BYTES
+from nearkv_hw.abi.dram import PARTS, Dram
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -12,14 +13,14 @@ def test_presets_are_what_they_say(name):
     config = configure(name)
     assert config.name == name
     assert config.extents * EXTENT_BYTES == config.capacity_bytes
-    assert config.channel_lines * 64 * config.channels == config.capacity_bytes
+    assert config.slice_lines * 64 * config.channels == config.capacity_bytes
     assert set(config.to_dict()) == {f.name for f in dataclasses.fields(config)}
 
 
 def test_extents_alternate_over_channels():
     config = configure("card")
-    assert [config.channel_of(i * EXTENT_BYTES) for i in range(6)] == [0, 1, 2, 3, 0, 1]
-    assert config.channel_of(EXTENT_BYTES - 1) == 0
+    assert [config.slice_of(i * EXTENT_BYTES) for i in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert config.slice_of(EXTENT_BYTES - 1) == 0
 
 
 def test_enumerations_may_be_given_by_name():
@@ -42,12 +43,56 @@ def test_enumerations_may_be_given_by_name():
         ("clock_mhz", 0, "must be 1 to 10,000"),
         ("dram", "ddr9", "must be one of fixed"),
         ("link", 9, "must be one of x8_32"),
-        ("placement", "moon", "must be one of controller"),
+        ("placement", "moon", "must be one of rank, phy, controller, fabric, host"),
+        ("fabric_share", 0, "must be 1 to 15 sixteenths"),
+        ("fabric_share", 16, "must be 1 to 15 sixteenths"),
+        ("ranks", 2, "must be 2 or 4 with placement=rank, and 1 with every other"),
     ],
 )
 def test_refusals_name_field_and_value(field, value, message):
     with pytest.raises(ValueError, match=f"{field}=.*{message}"):
         configure("small", **{field: value})
+
+
+def test_the_fixed_memory_has_no_part():
+    assert configure("small", dram="fixed", clock_mhz=1).density_gbit == 0
+    with pytest.raises(ValueError, match="density_gbit=16: must be 0 with dram=fixed"):
+        configure("small", dram="fixed", density_gbit=16)
+    with pytest.raises(ValueError, match=r"refresh=.*: must be all_bank with dram=fixed"):
+        configure("small", dram="fixed", refresh="per_bank")
+    with pytest.raises(ValueError, match="clock_mhz=0: must be 1 to 10,000"):
+        configure("small", dram="fixed", clock_mhz=0)
+
+
+def test_a_part_lays_down_clock_and_density():
+    config = configure("small", dram="lpddr5x_8533")
+    part = PARTS[Dram.LPDDR5X_8533]
+    assert (config.clock_mhz, config.density_gbit) == (part.clock_mhz, part.default_density) == (1067, 32)
+    assert configure("small", dram="ddr5_6400", density_gbit=32).density_gbit == 32
+    assert configure("small", dram="fixed").clock_mhz == 800
+    with pytest.raises(ValueError, match="clock_mhz=800: must be the part's 600"):
+        configure("small", dram="ddr5_4800", clock_mhz=800)
+    with pytest.raises(ValueError, match=r"density_gbit=7: must be one of .*16.* with dram=ddr5_6400"):
+        configure("small", dram="ddr5_6400", density_gbit=7)
+    with pytest.raises(ValueError, match=r"capacity_bytes=.*must be at most"):
+        configure("small", dram="hbm3_6400", capacity_bytes=1 << 40)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_is_a_slice_with_a_unit(ranks):
+    config = configure("small", placement="rank", ranks=ranks)
+    assert config.slices == config.units == 2 * ranks
+    assert config.slice_lines * 64 * config.slices == config.capacity_bytes
+    assert [config.slice_of(i * EXTENT_BYTES) for i in range(2 * ranks + 1)] == [*range(2 * ranks), 0]
+    with pytest.raises(ValueError, match="ranks=1: must be 2 or 4"):
+        configure("small", placement="rank")
+    with pytest.raises(ValueError, match="channels=16: with ranks="):
+        configure("small", placement="rank", ranks=ranks, channels=16)
+
+
+def test_a_host_placement_has_no_units():
+    config = configure("small", placement="host")
+    assert (config.units, config.slices) == (0, 2)
 
 
 def test_unknown_names_list_what_there_is():
