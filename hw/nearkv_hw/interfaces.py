@@ -67,6 +67,13 @@ class FabricResponse(data.Struct):
     data: LINE_BITS
 
 
+class Snoop(data.Struct):
+    """A write on its way to a memory channel: what is known of its line on chip is no longer true."""
+
+    valid: 1
+    line: LINE_ADDRESS_BITS  # of the device
+
+
 class OwnerRequest(data.Struct):
     """Look up the owner of an extent of a channel and, with `claim`, take it if nobody owns it."""
 
@@ -179,13 +186,13 @@ class PassDone(data.Struct):
 
 
 class UnitMemory(Signature):
-    """A unit's private read port, seen from the unit. Answers come in order and are always taken."""
+    """A unit's private read port, seen from the unit. Answers come in order and wait until they are taken."""
 
     def __init__(self):
         super().__init__(
             {
                 "request": Out(stream.Signature(ReadRequest)),
-                "response": In(stream.Signature(ReadResponse, always_ready=True)),
+                "response": In(stream.Signature(ReadResponse)),
             }
         )
 

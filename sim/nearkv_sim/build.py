@@ -6,6 +6,7 @@ configuration and the tools' versions, without running Amaranth.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from nearkv_hw.abi import DeviceConfig
 
 from .designs import design_of
 from .messages import cpp_header
-from .toolchain import ToolMissing, has_trace_headers
-from .verilate import NATIVE, Recipe, Report, build
+from .toolchain import need_trace_headers
+from .verilate import NATIVE, Recipe, Report, black_boxes, build
 
 if TYPE_CHECKING:
     from nearkv_hw.verilog import VerilogDesign
@@ -34,7 +35,7 @@ def device_design(config: DeviceConfig, report: Report = lambda line: None) -> V
 def device_library(
     design: VerilogDesign, *, name: str, trace: bool = False, report: Report = lambda line: None
 ) -> Path:
-    """The shared library of a device whose ports are the four message streams.
+    """The shared library of a device whose ports are the message streams of its endpoint's ports.
 
     Parameters
     ----------
@@ -47,18 +48,20 @@ def device_library(
     ------
     BuildError, ToolMissing : what failed or is missing, and what to do.
     """
-    if trace and not has_trace_headers():
-        raise ToolMissing("waveforms need lz4.h and zlib.h: sudo apt-get install -y liblz4-dev zlib1g-dev")
+    if trace:
+        need_trace_headers()
     recipe = Recipe(
         name=f"{name}-rtl{'-trace' if trace else ''}",
         top=_HOST_TOP,
         sources={
-            "messages.h": cpp_header(),
+            "messages.h": cpp_header(_endpoint_ports(design)),
             "control.vlt": '`verilator_config\nlint_off -file "*.v"\n',
             "design.v": design.text,
             "host_top.v": _host_top(design),
         },
-        native=[NATIVE / file for file in ("nearkv_store.sv", "store.cpp", "host.cpp")],
+        native=list(
+            dict.fromkeys([*black_boxes(design), *(NATIVE / file for file in ("events.cpp", "host.cpp"))])
+        ),
         library=True,
         verilator=[*_SPEED, *(["--trace-fst"] if trace else [])],
         # Local symbols only: a process may hold libraries of several configurations.
@@ -84,6 +87,11 @@ def progress() -> Iterator[Report]:
 
 _HOST_TOP = "host_top"
 _SPEED = ("--x-assign", "fast", "--x-initial", "fast", "--no-assert")
+
+
+def _endpoint_ports(design: VerilogDesign) -> int:
+    """How many ports the device's endpoint has."""
+    return sum(re.fullmatch(r"m2s_req_\d+_valid", port.name) is not None for port in design.ports)
 
 
 def _host_top(design: VerilogDesign) -> str:

@@ -12,14 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .cache import cache_folder, digest, locked
 from .toolchain import ToolMissing, find_verilator
+
+if TYPE_CHECKING:
+    from nearkv_hw.verilog import VerilogDesign
 
 Report = Callable[[str], None]
 """Takes a line that says what the build does now."""
 NATIVE = Path(__file__).parent / "native"
 """Hand-written C++ and SystemVerilog."""
+BLACK_BOXES = {
+    "nearkv_store": ("nearkv_store.sv", "store.cpp"),
+    "nearkv_event": ("nearkv_event.sv", "events.cpp"),
+    "nearkv_dram": ("nearkv_dram.sv", "dram.cpp", "store.cpp", "events.cpp"),
+}
+"""What of `NATIVE` stands behind each module that the hardware leaves open."""
 _SPLIT = ("--output-split", "5000", "--output-split-cfuncs", "1000")
 _LOG_TAIL_LINES = 30
 
@@ -92,6 +102,14 @@ def processor() -> str:
     except OSError:
         return platform.machine()
     return next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
+
+
+def black_boxes(design: VerilogDesign) -> list[Path]:
+    """The hand-written files behind the black boxes that a design instantiates."""
+    files = dict.fromkeys(
+        file for module, names in BLACK_BOXES.items() if design.instantiates(module) for file in names
+    )
+    return [NATIVE / file for file in files]
 
 
 def build(recipe: Recipe, report: Report = lambda line: None) -> Path:

@@ -16,13 +16,14 @@ using Line = std::array<std::uint8_t, nearkv::kLineBytes>;
 struct Expected {
     Line data{};
     bool poison = false;
+    std::uint64_t check = 0;
 };
 
 bool same(const nearkv::Store& store, std::uint64_t line, const Expected& expected) {
     Line data;
     data.fill(0xa5);
     const bool poison = store.read(line, data.data());
-    return poison == expected.poison && data == expected.data;
+    return poison == expected.poison && data == expected.data && store.read_check(line) == expected.check;
 }
 
 }  // namespace
@@ -37,7 +38,14 @@ int main(int argc, char** argv) {
         // Lines beside every border that matters: of pieces, of pages, of the 34 bits, of the 58 bits.
         constexpr std::array<std::uint64_t, 6> kBases = {0, kPiece - 4, 5 * kPiece - 4, (1ull << 34) - 4, 1ull << 57, 60};
         const std::uint64_t line = kBases[random() % kBases.size()] + random() % 8;
-        if (random() % 2) {
+        if (random() % 8 == 0) {
+            const auto bit = static_cast<unsigned>(random() % 512);
+            store.flip(line, bit);
+            std::uint8_t& byte = expected[line].data[bit / 8];
+            byte = static_cast<std::uint8_t>(byte ^ 1 << bit % 8);
+        } else if (random() % 8 == 0) {
+            store.write_check(line, expected[line].check = random());
+        } else if (random() % 2) {
             Line data;
             for (auto& byte : data) byte = static_cast<std::uint8_t>(random());
             const std::uint64_t mask = random() % 2 ? ~std::uint64_t{0} : random();

@@ -1,16 +1,19 @@
 """A memory channel: owner check, arbitration between attention unit and fabric, the memory behind them."""
 
-from amaranth.hdl import Module, Signal
-from amaranth.lib import data, wiring
+from amaranth.hdl import Cat, Module, Signal
+from amaranth.lib import data, stream, wiring
+from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
+from amaranth.utils import ceil_log2
 
 from ..abi import DeviceConfig
-from ..abi.config import EXTENT_SHIFT
-from ..abi.lines import LINE_SHIFT
+from ..abi.config import EXTENT_SHIFT, Placement
+from ..abi.dram import Dram
+from ..abi.lines import LINE_BITS, LINE_SHIFT
 from ..common.arbiter import RoundRobin
-from ..common.queue import Queue
+from ..common.buffer import Buffer
+from ..common.reorder import Reorder
 from ..interfaces import (
-    LINE_ADDRESS_BITS,
     REQUEST_ID_BITS,
     FabricPort,
     FabricRequest,
@@ -19,16 +22,29 @@ from ..interfaces import (
     OwnerPort,
     UnitMemory,
 )
+from .backend import fabric_access, unit_access, write_answer
+from .dram.memory import COUNTERS as MEMORY_COUNTERS
+from .dram.memory import DramMemory
 from .fixed import FixedMemory
 from .owners import OwnerTable
 
 EXTENT_LINES_LOG2 = EXTENT_SHIFT - LINE_SHIFT
+OUTSTANDING = 128
+"""Accesses of each client that may be under way: enough to hide a row that must be closed and opened."""
+_CHECKED = 4
+"""Accesses of each client between the check and the memory; enough for one per cycle."""
 
 
-class AccessTag(data.Struct):
-    """What the channel keeps of an access while it is in the memory."""
+class _Read(data.Struct):
+    """What a client's slot is filled with."""
 
-    unit: 1
+    poison: 1
+    data: LINE_BITS
+
+
+class _Asked(data.Struct):
+    """What the channel keeps of an access while it is under way."""
+
     id: REQUEST_ID_BITS
     write: 1
     fault: Fault
@@ -38,161 +54,268 @@ class MemoryChannel(wiring.Component):
     """One channel of device memory, where every access is checked, and nowhere else.
 
     An access to an extent that its tenant does not own is answered `Fault.DENIED`, beyond the channel
-    `Fault.OUTSIDE`; then no data is returned and nothing is written. Accesses are carried out in the order in
-    which they are accepted, so a read sees exactly the writes accepted before it. A unit and a fabric that
-    both want the channel get every other cycle each. Until the owner table is clear after reset nothing is
-    accepted.
+    `Fault.OUTSIDE`; then no data is returned and nothing is written. A client's accesses to one line are
+    carried out in the order in which they were accepted, and a read accepted after a write was answered sees
+    the write, whoever asks. A unit and a fabric that both want the channel get their shares (see
+    `DeviceConfig.fabric_share`). Until the owner table is clear after reset nothing is accepted.
 
     Parameters
     ----------
-    channel : which channel this is, from 0.
+    channel : which slice of the memory this is, from 0.
     config : the device's configuration.
 
     Members
     -------
-    unit : In(UnitMemory) : reads by the attention unit, answered in order; answers cannot be refused.
+    unit : In(UnitMemory) : reads by the attention unit, answered in order.
     fabric : In(FabricPort) : reads and writes by everybody else, answered in order. Lines are the channel's.
-        A request is accepted only when room for its answer is set aside: answers left lying stop the fabric,
-        not the unit.
+        A request is accepted only when room for its answer is set aside: answers left lying stop only whoever
+        leaves them.
     owner : In(OwnerPort) : look-ups and claims of extents of the channel.
     fabric_reads, fabric_writes : Out(64) : lines read and written for the fabric, refused ones not counted.
     conflicts : Out(64) : cycles in which unit and fabric both had a request.
+    blocked_cycles : Out(64) : cycles in which a request of unit or fabric found no room.
     violations : Out(64) : accesses answered `Fault.DENIED`.
+    row_hits, ... : Out(64) : counters of the memory, see `abi.window`; zero without DRAM.
 
-    Latency from a request to its answer is `unit_latency_cycles` at `unit` (exactly) and
-    `fabric_latency_cycles` at `fabric` (at least). Throughput is one line per cycle in all.
+    Throughput is one line per cycle in all.
     """
 
     def __init__(self, *, channel, config):
         if not isinstance(config, DeviceConfig):
             raise TypeError(f"config must be a DeviceConfig, not {config!r}")
-        if not isinstance(channel, int) or not 0 <= channel < config.channels:
-            raise ValueError(f"channel must be from 0 to {config.channels - 1}, not {channel!r}")
+        if not isinstance(channel, int) or not 0 <= channel < config.slices:
+            raise ValueError(f"channel must be from 0 to {config.slices - 1}, not {channel!r}")
         self.channel = channel
         self.config = config
+        own = ("fabric_reads", "fabric_writes", "conflicts", "violations", "blocked_cycles")
+        counters = (*own, *MEMORY_COUNTERS)
         super().__init__(
             {
                 "unit": In(UnitMemory()),
                 "fabric": In(FabricPort()),
                 "owner": In(OwnerPort()),
-                "fabric_reads": Out(64),
-                "fabric_writes": Out(64),
-                "conflicts": Out(64),
-                "violations": Out(64),
+                **{name: Out(64) for name in counters},
             }
         )
 
-    @property
-    def unit_latency_cycles(self):
-        """Cycles from a unit's request to its answer."""
-        return self.config.memory_latency_cycles
+    path_cycles = 2 + Reorder.latency_cycles
+    """Cycles of an access outside the memory: check, buffer, and the way back."""
 
     @property
-    def fabric_latency_cycles(self):
-        """Cycles from a fabric request to its answer when none is left lying."""
-        return self.config.memory_latency_cycles + 2  # the queue of answers
-
-    @property
-    def fabric_outstanding(self):
-        """Fabric requests that can be under way; enough for one per cycle."""
-        return self.fabric_latency_cycles + 2
+    def latency_cycles(self):
+        """Most cycles from a read's request to its answer, with nothing else under way."""
+        config = self.config
+        fixed = config.dram is Dram.FIXED
+        return self.path_cycles + (
+            config.memory_latency_cycles if fixed else DramMemory.unloaded_cycles(config)
+        )
 
     def elaborate(self, platform):
         m = Module()
-        m.submodules.owners = owners = OwnerTable(config=self.config)
-        m.submodules.memory = memory = FixedMemory(
-            channel=self.channel, latency_cycles=self.unit_latency_cycles - 1, tag=AccessTag
-        )
-        m.submodules.arbiter = arbiter = RoundRobin(count=2)
-        m.submodules.answers = answers = Queue(shape=FabricResponse, depth=self.fabric_outstanding)
+        config = self.config
+        bits = ceil_log2(OUTSTANDING)
+        if config.dram is Dram.FIXED:
+            memory = FixedMemory(
+                channel=self.channel, latency_cycles=config.memory_latency_cycles, slot_bits=bits
+            )
+        else:
+            memory = DramMemory(channel=self.channel, config=config, slot_bits=bits)
+        m.submodules.memory = memory
+        apart = config.placement is Placement.PHY  # a unit there does not share the controller's front
+        m.submodules.owners = owners = OwnerTable(config=config, checks=2 if apart else 1)
         wiring.connect(m, wiring.flipped(self.owner), owners.port)
 
-        # Accept: one access per cycle into the stage in which it meets its owner.
-        asked, unit_asked = self.fabric.request, self.unit.request
-        promised = Signal(range(self.fabric_outstanding + 1))
-        room = Signal(init=1)
-        stage_valid, stage_unit = Signal(), Signal(reset_less=True)
-        stage = Signal(FabricRequest, reset_less=True)
-        free, from_unit, from_fabric = Signal(), Signal(), Signal()
-        m.d.comb += [
-            free.eq(owners.ready & (~stage_valid | memory.commands.ready)),
-            arbiter.requests[0].eq(unit_asked.valid),
-            arbiter.requests[1].eq(asked.valid & room),
-            arbiter.accept.eq(free & arbiter.grant.any()),
-            unit_asked.ready.eq(free & arbiter.grant[0]),
-            asked.ready.eq(free & arbiter.grant[1]),
-            from_unit.eq(unit_asked.ready),
-            from_fabric.eq(asked.ready),
-            owners.check.eq(from_unit | from_fabric),
-        ]
-        line = Signal(LINE_ADDRESS_BITS)
-        with m.If(arbiter.grant[0]):
-            m.d.comb += line.eq(unit_asked.payload.line)
-        with m.Else():
-            m.d.comb += line.eq(asked.payload.line)
-        m.d.comb += owners.extent.eq(line >> EXTENT_LINES_LOG2)
-        with m.If(free):
-            m.d.sync += stage_valid.eq(from_unit | from_fabric)
-            m.d.sync += [stage_unit.eq(from_unit), stage.line.eq(line), stage.id.eq(asked.payload.id)]
-            with m.If(from_unit):
-                m.d.sync += [stage.tenant.eq(unit_asked.payload.tenant), stage.write.eq(0)]
-            with m.Else():
-                m.d.sync += [stage.tenant.eq(asked.payload.tenant), stage.write.eq(asked.payload.write)]
-        with m.If(from_fabric & asked.payload.write):
-            for name in ("poison", "enable", "data"):
-                m.d.sync += stage[name].eq(asked.payload[name])
+        unit = _Client(shape=unit_access(bits))
+        fabric = _Client(shape=fabric_access(bits), marks=memory.writers)
+        m.submodules.unit_client, m.submodules.fabric_client = unit, fabric
+        clients = [(self.unit.request, unit), (self.fabric.request, fabric)]
+        self._check(m, owners, [[client] for client in clients] if apart else [clients])
+        self._connect(m, memory.port, unit, fabric)
+        self._answer(m, unit, fabric)
 
-        # Check, and hand over to the memory.
-        command = memory.commands.payload
-        fault = Signal(Fault)
-        with m.If(stage.line >= self.config.channel_lines):
-            m.d.comb += fault.eq(Fault.OUTSIDE)
-        with m.Elif(~owners.owner.owned | (owners.owner.tenant != stage.tenant)):
-            m.d.comb += fault.eq(Fault.DENIED)
+        requests = (self.unit.request, self.fabric.request)
+        blocked = Signal()
+        m.d.sync += [
+            blocked.eq(Cat(request.valid & ~request.ready for request in requests).any()),
+            self.blocked_cycles.eq(self.blocked_cycles + blocked),
+        ]
+        for name in MEMORY_COUNTERS:
+            if hasattr(memory, name):
+                m.d.comb += getattr(self, name).eq(getattr(memory, name))
+        return m
+
+    def _check(self, m, owners, client_sets):
+        """Accesses meet their owners, one per cycle of every set of clients; what passes goes on."""
+        counted = {name: [] for name in ("fabric_reads", "fabric_writes", "violations")}
+        for n, (check, clients) in enumerate(zip(owners.checks, client_sets, strict=True)):
+            m.submodules[f"turns_{n}"] = turns = RoundRobin(count=len(clients))
+            stage = Signal(FabricRequest, name=f"stage_{n}", reset_less=True)
+            slot = Signal(ceil_log2(OUTSTANDING), name=f"slot_{n}", reset_less=True)
+            whose = Signal(len(clients), name=f"whose_{n}")
+            m.d.comb += [
+                turns.accept.eq(owners.ready & turns.grant.any()),
+                check.valid.eq(turns.accept),
+            ]
+            m.d.sync += whose.eq(turns.grant & turns.accept.replicate(len(clients)))
+            for k, (request, client) in enumerate(clients):
+                asked, write = request.payload, _field(request.payload, "write")
+                m.d.comb += [
+                    turns.requests[k].eq(request.valid & client.room),
+                    request.ready.eq(owners.ready & turns.grant[k]),
+                    client.take.eq(request.ready),
+                ]
+                with m.If(turns.grant[k]):
+                    m.d.comb += check.extent.eq(asked.line >> EXTENT_LINES_LOG2)
+                    m.d.sync += [
+                        stage.line.eq(asked.line),
+                        stage.tenant.eq(asked.tenant),
+                        stage.id.eq(_field(asked, "id")),
+                        stage.write.eq(write),
+                        stage.poison.eq(_field(asked, "poison")),
+                        slot.eq(client.slot),
+                    ]
+                with m.If(request.valid & write):
+                    m.d.sync += [stage[name].eq(_field(asked, name)) for name in ("enable", "data")]
+
+            fault = Signal(Fault, name=f"fault_{n}")
+            with m.If(stage.line >= self.config.slice_lines):
+                m.d.comb += fault.eq(Fault.OUTSIDE)
+            with m.Elif(~check.owner.owned | (check.owner.tenant != stage.tenant)):
+                m.d.comb += fault.eq(Fault.DENIED)
+            good = fault == Fault.NONE
+            for k, (_, client) in enumerate(clients):
+                m.d.comb += [
+                    client.checked.eq(whose[k]),
+                    client.fault.eq(fault),
+                    client.id.eq(stage.id),
+                    client.write.eq(stage.write),
+                    client.access.slot.eq(slot),
+                    *(client.access[name].eq(stage[name]) for name in client.shape.members if name != "slot"),
+                ]
+                if "write" in client.shape.members:
+                    counted["fabric_reads"].append(whose[k] & good & ~stage.write)
+                    counted["fabric_writes"].append(whose[k] & good & stage.write)
+                counted["violations"].append(whose[k] & (fault == Fault.DENIED))
+        for name, events in counted.items():
+            counter = getattr(self, name)
+            m.d.sync += counter.eq(counter + sum(events))
+        with m.If(self.unit.request.valid & self.fabric.request.valid):
+            m.d.sync += self.conflicts.eq(self.conflicts + 1)
+
+    def _connect(self, m, port, unit, fabric):
+        """The memory's ports."""
+        wiring.connect(m, unit.accesses, port.unit)
+        wiring.connect(m, fabric.accesses, port.fabric)
+        for client, read in ((unit, port.unit_read), (fabric, port.fabric_read)):
+            m.d.comb += [
+                client.arrive.eq(read.valid),
+                client.arrive_slot.eq(read.payload.slot),
+                client.arrived.data.eq(read.payload.data),
+                client.arrived.poison.eq(read.payload.poison),
+            ]
+        for mark, written in zip(fabric.marks, port.written, strict=True):
+            m.d.comb += mark.eq(written)
+
+    def _answer(self, m, unit, fabric):
         m.d.comb += [
-            memory.commands.valid.eq(stage_valid),
-            command.touch.eq(fault == Fault.NONE),
-            *(command[name].eq(stage[name]) for name in ("line", "write", "poison", "enable", "data")),
-            command.tag.unit.eq(stage_unit),
-            command.tag.id.eq(stage.id),
-            command.tag.write.eq(stage.write),
-            command.tag.fault.eq(fault),
+            self.unit.response.valid.eq(unit.o.valid),
+            unit.o.ready.eq(self.unit.response.ready),
+            self.unit.response.payload.data.eq(unit.o.payload.data),
+            self.unit.response.payload.fault.eq(unit.o.payload.fault),
+            self.fabric.response.valid.eq(fabric.o.valid),
+            fabric.o.ready.eq(self.fabric.response.ready),
+            self.fabric.response.payload.eq(fabric.o.payload),
         ]
 
-        # Answer.
-        answer = memory.answers.payload
-        shown, met = Signal.like(answer.data), Signal(Fault)
-        m.d.comb += met.eq(answer.tag.fault)
-        with m.If(~answer.tag.write & (answer.tag.fault == Fault.NONE)):
-            m.d.comb += shown.eq(answer.data)
-            with m.If(answer.poison):
-                m.d.comb += met.eq(Fault.POISON)
-        m.d.comb += [
-            self.unit.response.valid.eq(memory.answers.valid & answer.tag.unit),
-            self.unit.response.payload.data.eq(shown),
-            self.unit.response.payload.fault.eq(met),
-            answers.i.valid.eq(memory.answers.valid & ~answer.tag.unit),
-            answers.i.payload.id.eq(answer.tag.id),
-            answers.i.payload.write.eq(answer.tag.write),
-            answers.i.payload.fault.eq(met),
-            answers.i.payload.data.eq(shown),
-        ]
-        wiring.connect(m, answers.o, wiring.flipped(self.fabric.response))
-        left = Signal()
-        m.d.comb += left.eq(answers.o.valid & answers.o.ready)
-        with m.If(from_fabric & ~left):
-            m.d.sync += [promised.eq(promised + 1), room.eq(promised != self.fabric_outstanding - 1)]
-        with m.If(left & ~from_fabric):
-            m.d.sync += [promised.eq(promised - 1), room.eq(1)]
 
-        done = Signal()
-        m.d.comb += done.eq(memory.commands.valid & memory.commands.ready)
-        for counter, event in (
-            (self.fabric_reads, done & command.touch & ~stage_unit & ~stage.write),
-            (self.fabric_writes, done & command.touch & ~stage_unit & stage.write),
-            (self.violations, done & (fault == Fault.DENIED)),
-            (self.conflicts, unit_asked.valid & asked.valid),
-        ):
-            with m.If(event):
-                m.d.sync += counter.eq(counter + 1)
+def _field(asked, name):
+    """A field of a request; zero where requests of its kind do not have it."""
+    return getattr(asked, name, 0)
+
+
+class _Client(wiring.Component):
+    """What the channel keeps for one that asks: checked accesses on their way, and answers in order.
+
+    Parameters
+    ----------
+    shape : of an access to the memory.
+    marks : ports at which writes are done.
+
+    Members
+    -------
+    room, take, slot : an access can be accepted; it is, and its answer's place is `slot`.
+    checked, fault, id, write, access : in the next cycle: what the check found, and the access.
+    accesses : Out(stream) : what passed.
+    arrive, arrive_slot, arrived, marks : answers of the memory.
+    o : Out(stream(FabricResponse)) : answers, in order.
+    """
+
+    def __init__(self, *, shape, marks=0):
+        bits = ceil_log2(OUTSTANDING)
+        self.shape = shape
+        super().__init__(
+            {
+                "room": Out(1),
+                "take": In(1),
+                "slot": Out(bits),
+                "checked": In(1),
+                "fault": In(Fault),
+                "id": In(REQUEST_ID_BITS),
+                "write": In(1),
+                "access": In(shape),
+                "accesses": Out(stream.Signature(shape)),
+                "arrive": In(1),
+                "arrive_slot": In(bits),
+                "arrived": In(_Read),
+                "marks": In(write_answer(bits)).array(marks),
+                "o": Out(stream.Signature(FabricResponse)),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        m.submodules.buffer = buffer = Buffer(shape=self.shape, depth=_CHECKED)
+        m.submodules.reorder = reorder = Reorder(shape=_Read, depth=OUTSTANDING, marks=len(self.marks) + 1)
+        m.submodules.asked = asked = Memory(shape=_Asked, depth=OUTSTANDING, init=[])
+        keep, recall = asked.write_port(), asked.read_port(domain="comb")
+        wiring.connect(m, buffer.o, wiring.flipped(self.accesses))
+
+        passes = self.checked & (self.fault == Fault.NONE)
+        space = Signal(range(_CHECKED + 1), init=_CHECKED)
+        left = self.accesses.valid & self.accesses.ready
+        # a refused access gives its place back when the check is over
+        m.d.sync += space.eq(space - self.take + left + (self.checked & ~passes))
+        m.d.comb += [
+            self.room.eq((space != 0) & reorder.room),
+            self.slot.eq(reorder.slot),
+            reorder.take.eq(self.take),
+            buffer.i.valid.eq(passes),
+            buffer.i.payload.eq(self.access),
+            keep.en.eq(self.checked),
+            keep.addr.eq(self.access.slot),
+            keep.data.id.eq(self.id),
+            keep.data.write.eq(self.write),
+            keep.data.fault.eq(self.fault),
+            reorder.arrive.eq(self.arrive),
+            reorder.arrive_slot.eq(self.arrive_slot),
+            reorder.arrived.eq(self.arrived),
+            reorder.marks[0].valid.eq(self.checked & ~passes),
+            reorder.marks[0].slot.eq(self.access.slot),
+        ]
+        for mine, theirs in zip(self.marks, list(reorder.marks)[1:], strict=True):
+            m.d.comb += theirs.eq(mine)
+
+        answer, read = self.o.payload, reorder.o.payload
+        m.d.comb += [
+            recall.addr.eq(read.slot),
+            self.o.valid.eq(reorder.o.valid),
+            reorder.o.ready.eq(self.o.ready),
+            answer.id.eq(recall.data.id),
+            answer.write.eq(recall.data.write),
+            answer.fault.eq(recall.data.fault),
+        ]
+        with m.If(~recall.data.write & (recall.data.fault == Fault.NONE)):
+            m.d.comb += answer.data.eq(read.data.data)
+            with m.If(read.data.poison):
+                m.d.comb += answer.fault.eq(Fault.POISON)
         return m

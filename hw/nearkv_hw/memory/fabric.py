@@ -9,8 +9,8 @@ from amaranth.lib.wiring import In, Out
 from ..abi import DeviceConfig
 from ..common.arbiter import RoundRobin
 from ..common.buffer import Buffer
-from ..interfaces import REQUEST_ID_BITS, FabricPort, FabricRequest, FabricResponse, Fault
-from .channel import EXTENT_LINES_LOG2
+from ..interfaces import REQUEST_ID_BITS, FabricPort, FabricRequest, FabricResponse, Fault, Snoop
+from .channel import EXTENT_LINES_LOG2, OUTSTANDING
 
 _OUTSIDE_DEPTH = 4
 
@@ -23,11 +23,11 @@ class _OutsideAnswer(data.Struct):
 class Fabric(wiring.Component):
     """Crossbar from masters to memory channels.
 
-    A device line lies in channel (line's extent) mod channels; consecutive extents lie in consecutive
-    channels. A line beyond the memory is answered `Fault.OUTSIDE` here and reaches no channel. Of one master,
-    the requests to one channel keep their order, and so do the answers from it; between channels there is no
-    order. Masters that want the same channel are served in turn, and so are channels that have answers for
-    the same master.
+    Where units stand at ranks, every rank is a channel of its own here. A device line lies in channel
+    (line's extent) mod channels; consecutive extents lie in consecutive channels. A line beyond the memory is
+    answered `Fault.OUTSIDE` here and reaches no channel. Of one master, the requests to one channel keep
+    their order, and so do the answers from it; between channels there is no order. Masters that want the same
+    channel are served in turn, and so are channels that have answers for the same master.
 
     A master must take its answers in bounded time whatever becomes of its requests: an answer that is left
     lying holds up the answers of its channel to all masters.
@@ -41,6 +41,8 @@ class Fabric(wiring.Component):
     -------
     masters : In(FabricPort) x masters : requests with lines of the device.
     channels : Out(FabricPort) x channels : the same requests with lines of the channel.
+    written : Out(Snoop) x channels : the write that set out to the channel a cycle ago, for those who keep
+        lines on chip.
 
     A request passes in `request_cycles`, an answer in `answer_cycles`. Throughput is one request and one
     answer per cycle and channel as long as the masters want different channels; a master that alternates
@@ -59,7 +61,8 @@ class Fabric(wiring.Component):
         super().__init__(
             {
                 "masters": In(FabricPort()).array(masters),
-                "channels": Out(FabricPort()).array(config.channels),
+                "channels": Out(FabricPort()).array(config.slices),
+                "written": Out(Snoop).array(config.slices),
             }
         )
 
@@ -84,7 +87,7 @@ class Fabric(wiring.Component):
     def _route(self, m, i, request):
         """Bits that say where master i's request goes: to a channel, or (the last one) outside."""
         line, channels = request.payload.line, len(self.channels)
-        within = line < channels * self.config.channel_lines
+        within = line < channels * self.config.slice_lines
         number = (line >> EXTENT_LINES_LOG2)[: (channels - 1).bit_length()]
         wanted = Signal(channels + 1, name=f"wanted_{i}")
         m.d.comb += [
@@ -120,12 +123,16 @@ class Fabric(wiring.Component):
             order.o.ready.eq(port.response.valid & port.response.ready),
         ]
         wiring.connect(m, requests.o, wiring.flipped(port.request))
+        m.d.sync += [
+            self.written[c].valid.eq(arbiter.accept & chosen.write),
+            self.written[c].line.eq(line),
+        ]
         return order.o.payload & port.response.valid.replicate(masters), taken
 
     @property
     def _under_way(self):
         """Requests per channel that may be under way: as many as it takes, and those before and after."""
-        return self.config.memory_latency_cycles + 12
+        return OUTSTANDING + 12
 
     def _outside(self, m, i, wanted):
         """Answers to master i's requests beyond the memory."""

@@ -1,110 +1,101 @@
-"""The simplest memory behind a channel: every command after the same number of cycles, one per cycle.
+"""The simplest memory behind a channel: every access after the same number of cycles, one per cycle."""
 
-A DRAM controller takes this block's place behind the owner check and the arbitration: same commands in, same
-answers out. It may take commands slowly, and must answer every one, in the order in which they came.
-"""
-
-from amaranth.hdl import Module, Signal, unsigned
-from amaranth.lib import data, stream, wiring
-from amaranth.lib.wiring import In, Out
+from amaranth.hdl import Module, Signal
+from amaranth.lib import data, wiring
+from amaranth.lib.wiring import In
 
 from ..abi.lines import LINE_BITS, LINE_BYTES
+from ..common.arbiter import RoundRobin
 from ..common.delay import Delay
 from ..interfaces import LINE_ADDRESS_BITS
+from .backend import Backend
 from .store import Store
 
 
-def memory_command(tag):
-    """A command to a channel's memory.
-
-    `touch` clear: nothing is read or written, the answer only keeps its place in the order. `line` is the
-    channel's; `tag` (any shape) comes back with the answer.
-    """
-    return data.StructLayout(
-        {
-            "tag": tag,
-            "touch": unsigned(1),
-            "line": unsigned(LINE_ADDRESS_BITS),
-            "write": unsigned(1),
-            "poison": unsigned(1),
-            "enable": unsigned(LINE_BYTES),
-            "data": unsigned(LINE_BITS),
-        }
-    )
-
-
-def memory_answer(tag):
-    """The answer to a `memory_command`: data and poison have a meaning for a read that touched memory."""
-    return data.StructLayout({"tag": tag, "poison": unsigned(1), "data": unsigned(LINE_BITS)})
-
-
 class FixedMemory(wiring.Component):
-    """Memory with a fixed latency.
+    """Memory with a fixed latency and no DRAM rules.
 
-    Commands wait as addresses (and write data); the store is accessed when their time has come. They are
+    Accesses wait as addresses (and write data); the store is accessed when their time has come. They are
     carried out in their order, so a read sees every earlier write of its line and no later one.
 
     Parameters
     ----------
     channel : which channel's memory this is.
-    latency_cycles : from a command to its answer, at least 1.
-    tag : shape of the tag.
+    latency_cycles : from an access to its answer, at least 2.
+    slot_bits : width of the accesses' slots.
 
     Members
     -------
-    commands : In(stream(memory_command(tag))) : reads and writes of lines; always ready.
-    answers : Out(stream(memory_answer(tag), always_ready)) : one per command, in order.
+    port : In(Backend) : unit and fabric take turns when both want.
 
-    Latency is exactly `latency_cycles`, throughput one command per cycle.
+    Latency is exactly `latency_cycles`, throughput one access per cycle.
     """
 
-    def __init__(self, *, channel, latency_cycles, tag):
-        if not isinstance(latency_cycles, int) or latency_cycles < 1:
-            raise ValueError(f"latency_cycles must be a positive integer, not {latency_cycles!r}")
+    writers = 1
+
+    def __init__(self, *, channel, latency_cycles, slot_bits):
+        if not isinstance(latency_cycles, int) or latency_cycles < 2:
+            raise ValueError(f"latency_cycles must be an integer of at least 2, not {latency_cycles!r}")
         self.channel = channel
         self.latency_cycles = latency_cycles
-        self.tag = tag
+        self.slot_bits = slot_bits
         super().__init__(
-            {
-                "commands": In(stream.Signature(memory_command(tag))),
-                "answers": Out(stream.Signature(memory_answer(tag), always_ready=True)),
-            }
+            {"port": In(Backend(unit_bits=slot_bits, fabric_bits=slot_bits, writers=self.writers))}
         )
 
     def elaborate(self, platform):
         m = Module()
+        port = self.port
         m.submodules.store = store = Store(channel=self.channel)
+        m.submodules.arbiter = arbiter = RoundRobin(count=2)
         wait = self.latency_cycles - store.latency_cycles
         operation = data.StructLayout(
-            {
-                "tag": self.tag,
-                "touch": 1,
-                "line": LINE_ADDRESS_BITS,
-                "write": 1,
-                "poison": 1,
-            }
+            {"unit": 1, "slot": self.slot_bits, "line": LINE_ADDRESS_BITS, "write": 1, "poison": 1}
         )
         content = data.StructLayout({"enable": LINE_BYTES, "data": LINE_BITS})
         m.submodules.operations = operations = Delay(shape=operation, cycles=wait)
         m.submodules.contents = contents = Delay(shape=content, cycles=wait)
-        command, op = self.commands.payload, operations.o.payload
+        now, op = operations.i.payload, operations.o.payload
+        unit, fabric = port.unit.payload, port.fabric.payload
         m.d.comb += [
-            self.commands.ready.eq(1),
-            operations.i.valid.eq(self.commands.valid),
-            contents.i.valid.eq(self.commands.valid & command.write),
-            *(operations.i.payload[name].eq(command[name]) for name in operation.members),
-            *(contents.i.payload[name].eq(command[name]) for name in content.members),
-            store.read_enable.eq(operations.o.valid & op.touch & ~op.write),
+            arbiter.requests[0].eq(port.unit.valid),
+            arbiter.requests[1].eq(port.fabric.valid),
+            arbiter.accept.eq(1),
+            port.unit.ready.eq(arbiter.grant[0]),
+            port.fabric.ready.eq(arbiter.grant[1]),
+            operations.i.valid.eq(arbiter.grant.any()),
+            now.unit.eq(arbiter.grant[0]),
+            contents.i.valid.eq(arbiter.grant[1] & fabric.write),
+            *(contents.i.payload[name].eq(fabric[name]) for name in content.members),
+        ]
+        with m.If(arbiter.grant[0]):
+            m.d.comb += [now.slot.eq(unit.slot), now.line.eq(unit.line)]
+        with m.Else():
+            m.d.comb += [now[name].eq(fabric[name]) for name in ("slot", "line", "write", "poison")]
+        m.d.comb += [
+            store.read_enable.eq(operations.o.valid & ~op.write),
             store.read_line.eq(op.line),
-            store.write_enable.eq(operations.o.valid & op.touch & op.write),
+            store.write_enable.eq(operations.o.valid & op.write),
             store.write_line.eq(op.line),
             store.write_data.eq(contents.o.payload.data),
             store.write_mask.eq(contents.o.payload.enable),
             store.write_poison.eq(op.poison),
-            self.answers.payload.data.eq(store.read_data),
-            self.answers.payload.poison.eq(store.read_poison),
         ]
-        tag = Signal(self.tag, reset_less=True)
-        m.d.sync += [self.answers.valid.eq(operations.o.valid), tag.eq(op.tag)]
-        m.d.comb += self.answers.payload.tag.eq(tag)
+        done = Signal(operation, reset_less=True)
+        valid = Signal()
+        m.d.sync += [valid.eq(operations.o.valid), done.eq(op)]
+        for answer, mine in (
+            (port.unit_read, done.unit),
+            (port.fabric_read, ~done.unit & ~done.write),
+        ):
+            m.d.comb += [
+                answer.valid.eq(valid & mine),
+                answer.payload.slot.eq(done.slot),
+                answer.payload.data.eq(store.read_data),
+                answer.payload.poison.eq(store.read_poison),
+            ]
+        m.d.comb += [
+            port.written[0].valid.eq(valid & done.write),
+            port.written[0].slot.eq(done.slot),
+        ]
         return m

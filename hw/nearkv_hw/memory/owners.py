@@ -19,6 +19,23 @@ class Owner(data.Struct):
     tenant: TENANT_BITS
 
 
+class OwnerCheck(wiring.Signature):
+    """The check of an access, seen from the block that asks.
+
+    Parameters
+    ----------
+    extents : of the channel.
+
+    Members
+    -------
+    valid, extent : Out : start the check of an access to the channel's `extent`.
+    owner : In(Owner) : the owner, from the next cycle on until the next check.
+    """
+
+    def __init__(self, extents):
+        super().__init__({"valid": Out(1), "extent": Out(range(extents)), "owner": In(Owner)})
+
+
 class OwnerTable(wiring.Component):
     """Owner table of one channel, on chip.
 
@@ -28,33 +45,33 @@ class OwnerTable(wiring.Component):
     Parameters
     ----------
     config : the device's configuration.
+    checks : accesses that are checked per cycle, 1 or 2.
 
     Members
     -------
     port : In(OwnerPort) : look-ups and claims, one at a time. A claim takes the extent in the same step that
         finds it free; accesses checked after the answer came meet the new owner.
-    check, extent : In : start the check of an access to the channel's `extent`.
-    owner : Out(Owner) : the owner, from the next cycle on until the next check.
+    checks : In(OwnerCheck) x checks : checks of accesses.
     ready : Out(1) : the table is clear; until then no check may be started.
 
-    Latency of a check is 1 cycle (`latency_cycles`), one check per cycle. A request at `port` is answered
-    after 2 cycles (`port_latency_cycles`) and takes 3.
+    Latency of a check is 1 cycle (`latency_cycles`), one check per cycle and port. A request at `port` is
+    answered after 2 cycles (`port_latency_cycles`) and takes 3.
     """
 
     latency_cycles = 1
     port_latency_cycles = 2
 
-    def __init__(self, *, config):
+    def __init__(self, *, config, checks=1):
         if not isinstance(config, DeviceConfig):
             raise TypeError(f"config must be a DeviceConfig, not {config!r}")
-        self.extents = config.channel_extents
+        if checks not in (1, 2):
+            raise ValueError(f"checks must be 1 or 2, not {checks!r}")
+        self.extents = config.slice_extents
         self._rows = max(2, -(-self.extents // _PACKED))
         super().__init__(
             {
                 "port": In(OwnerPort()),
-                "check": In(1),
-                "extent": In(range(self.extents)),
-                "owner": Out(Owner),
+                "checks": In(OwnerCheck(self.extents)).array(checks),
                 "ready": Out(1),
             }
         )
@@ -69,16 +86,17 @@ class OwnerTable(wiring.Component):
         row = data.ArrayLayout(Owner, _PACKED)
         m.submodules.table = table = Memory(shape=row, depth=self._rows, init=[])
         write = table.write_port(granularity=1)
-        checked, looked_up = table.read_port(), table.read_port()
-
-        column = Signal(range(_PACKED), reset_less=True)
-        with m.If(self.check):
-            m.d.sync += column.eq(self.extent)
-        m.d.comb += [
-            checked.en.eq(self.check),
-            checked.addr.eq(self.extent >> 4),
-            self.owner.eq(checked.data[column]),
-        ]
+        looked_up = table.read_port()
+        for n, check in enumerate(self.checks):
+            checked = table.read_port()
+            column = Signal(range(_PACKED), name=f"column_{n}", reset_less=True)
+            with m.If(check.valid):
+                m.d.sync += column.eq(check.extent)
+            m.d.comb += [
+                checked.en.eq(check.valid),
+                checked.addr.eq(check.extent >> 4),
+                check.owner.eq(checked.data[column]),
+            ]
 
         request = Signal.like(self.port.request.payload, reset_less=True)
         found = Signal(Owner)

@@ -55,11 +55,7 @@ class Store(wiring.Component):
         )
 
     def elaborate(self, platform):
-        if _in_amaranth_simulator():
-            raise NotImplementedError(
-                "the store is a black box that Amaranth's simulator would silently leave out; "
-                "simulate designs with memory channels as Verilog (nearkv_sim.cocotb.runner)"
-            )
+        refuse_amaranth_simulator("the store")
         m = Module()
         m.submodules.store = Instance(
             "nearkv_store",
@@ -78,11 +74,13 @@ class Store(wiring.Component):
         return m
 
 
-def _in_amaranth_simulator():
-    """Whether Amaranth's simulator asks: neither it nor the Verilog back end passes a platform to tell by."""
+def refuse_amaranth_simulator(what):
+    """Raises NotImplementedError where Amaranth's simulator elaborates a black box: it would leave it out."""
     frame = sys._getframe()
-    while frame is not None:
+    while frame is not None:  # neither it nor the Verilog back end passes a platform to tell by
         if frame.f_globals.get("__name__", "").startswith("amaranth.sim"):
-            return True
+            raise NotImplementedError(
+                f"{what} is a black box that Amaranth's simulator would silently leave out; "
+                "simulate designs with memory channels as Verilog (nearkv_sim.cocotb.runner)"
+            )
         frame = frame.f_back
-    return False

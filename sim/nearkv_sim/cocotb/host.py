@@ -1,20 +1,25 @@
 """The host under cocotb: the test module inside the simulator that carries out programs from a socket.
 
 `port.CocotbPort` starts the simulator with one end of a socket pair. Messages leave and answers are taken
-with random idle and backpressure, tags are drawn at random, and all that the device sends is checked.
+with random idle and backpressure, ports and tags are drawn at random, and all that the device sends is
+checked.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import socket
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import cocotb
 import numpy as np
 from cocotb.triggers import Event, SimTimeoutError, with_timeout
+from nearkv_hw.abi import configure
 from nearkv_hw.abi.bits import Layout
 from nearkv_hw.abi.cxl import (
     M2S_REQ,
@@ -31,6 +36,7 @@ from nearkv_hw.abi.cxl import (
 from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 
 from .. import wire
+from ..dram import inject
 from ..messages import DRS_DATA, RWD_DATA, RWD_ENABLE
 from ..port import Access, DeviceTimeout, Fence, Operation, Poll, Read, ReadResult, Write
 from .streams import PERIOD_NS, StreamSink, StreamSource, cycle, cycles, random, start
@@ -50,6 +56,25 @@ class _Line:
     index: int
 
 
+@dataclass
+class _Port:
+    """A port of the device's endpoint, with tags of its own; `outstanding` has None for a poll's read."""
+
+    number: int
+    requests: StreamSource
+    writes: StreamSource
+    free_tags: list[int]
+    outstanding: dict[int, _Line | None] = field(default_factory=dict)
+
+    def release(self, tag: int, stream: str) -> _Line | None:
+        """The line that an answer is for; its tag is free again."""
+        assert tag in self.outstanding, (
+            f"{stream}_{self.number}: tag {tag:#x}, which no access awaits (cycle {cycle()})"
+        )
+        self.free_tags.append(tag)
+        return self.outstanding.pop(tag)
+
+
 class Host:
     """Carries out programs on a device under test.
 
@@ -57,20 +82,31 @@ class Host:
     ----------
     dut : the device, after reset, clock running.
     idle, backpressure : probabilities of a cycle without a message and without ready, on every stream.
+
+    Of a device with several ports each access goes to any of them.
     """
 
     def __init__(self, dut: Any, *, idle: float, backpressure: float):
         self.link_bytes = 0
         self._dut = dut
-        self._requests = StreamSource(dut, "m2s_req", idle=idle)
-        self._writes = StreamSource(dut, "m2s_rwd", idle=idle)
         self._answered = Event()
         self._rng = random("host")
-        self._free_tags = self._rng.sample(range(1 << TAG_BITS), _TAGS)
-        self._outstanding: dict[int, _Line | None] = {}
         self._polled: tuple[int, Access] | None = None
-        StreamSink(dut, "s2m_ndr", backpressure=backpressure, deliver=self._completed)
-        StreamSink(dut, "s2m_drs", backpressure=backpressure, deliver=self._arrived)
+        self._ports: list[_Port] = []
+        while hasattr(dut, f"m2s_req_{len(self._ports)}_valid"):
+            self._add_port(len(self._ports), idle, backpressure)
+
+    def _add_port(self, number: int, idle: float, backpressure: float) -> None:
+        dut = self._dut
+        port = _Port(
+            number=number,
+            requests=StreamSource(dut, f"m2s_req_{number}", idle=idle),
+            writes=StreamSource(dut, f"m2s_rwd_{number}", idle=idle),
+            free_tags=self._rng.sample(range(1 << TAG_BITS), _TAGS),
+        )
+        for stream, deliver in (("s2m_ndr", self._completed), ("s2m_drs", self._arrived)):
+            StreamSink(dut, f"{stream}_{number}", backpressure=backpressure, deliver=partial(deliver, port))
+        self._ports.append(port)
 
     async def run(self, program: list[Operation]) -> list[ReadResult]:
         """The results of a program's reads; DeviceTimeout as in `Port.run`."""
@@ -95,22 +131,32 @@ class Host:
 
     async def _exchange(self, lines: deque[_Line]) -> None:
         """Send all lines and wait for all answers."""
-        while lines or self._outstanding:
-            while lines and self._free_tags:
+        while lines or self._under_way():
+            while lines and (port := self._free_port()):
                 line = lines.popleft()
-                tag = self._take_tag(line)
+                tag = self._take_tag(port, line)
                 address = int(line.operation.addresses[line.index])
                 if isinstance(line.operation, Read):
-                    self._send_read(tag, address)
+                    self._send_read(port, tag, address)
                 else:
-                    self._send_write(tag, address, line.operation, line.index)
+                    self._send_write(port, tag, address, line.operation, line.index)
             await self._wait()
+
+    def _under_way(self) -> int:
+        """Accesses that wait for their answers."""
+        return sum(len(port.outstanding) for port in self._ports)
+
+    def _free_port(self) -> _Port | None:
+        """A port with a free tag, at random."""
+        free = [port for port in self._ports if port.free_tags]
+        return self._rng.choice(free) if free else None
 
     async def _poll(self, poll: Poll) -> None:
         began = cycle()
         while True:
             self._polled = None
-            self._send_read(self._take_tag(None), poll.address)
+            port = self._rng.choice(self._ports)
+            self._send_read(port, self._take_tag(port, None), poll.address)
             while self._polled is None:
                 await self._wait()
             found, access = self._polled
@@ -131,16 +177,16 @@ class Host:
             await with_timeout(self._answered.wait(), _HANG_CYCLES * PERIOD_NS, "ns")
         except SimTimeoutError:
             raise AssertionError(
-                f"{len(self._outstanding)} accesses have had no answer for {_HANG_CYCLES} cycles"
+                f"{self._under_way()} accesses have had no answer for {_HANG_CYCLES} cycles"
             ) from None
 
-    def _take_tag(self, line: _Line | None) -> int:
-        tag = self._free_tags.pop(self._rng.randrange(len(self._free_tags)))
-        self._outstanding[tag] = line
+    def _take_tag(self, port: _Port, line: _Line | None) -> int:
+        tag = port.free_tags.pop(self._rng.randrange(len(port.free_tags)))
+        port.outstanding[tag] = line
         return tag
 
-    def _send_read(self, tag: int, address: int) -> None:
-        self._requests.send(
+    def _send_read(self, port: _Port, tag: int, address: int) -> None:
+        port.requests.send(
             [
                 M2S_REQ.pack(
                     valid=1,
@@ -152,36 +198,36 @@ class Host:
             ]
         )
 
-    def _send_write(self, tag: int, address: int, write: Write, index: int) -> None:
-        partial = write.enables is not None
+    def _send_write(self, port: _Port, tag: int, address: int, write: Write, index: int) -> None:
+        whole = write.enables is None
         enable = int(write.enables[index]) if write.enables is not None else _ALL_BYTES
         header = M2S_RWD.pack(
             valid=1,
-            opcode=M2SRwDOp.MEM_WR_PTL if partial else M2SRwDOp.MEM_WR,
+            opcode=M2SRwDOp.MEM_WR if whole else M2SRwDOp.MEM_WR_PTL,
             meta_field=MetaField.NO_OP,
             tag=tag,
             address=address >> LINE_SHIFT,
         )
         data = int.from_bytes(write.data[index].tobytes(), "little")
-        self._writes.send([header | enable << RWD_ENABLE | data << RWD_DATA])
+        port.writes.send([header | enable << RWD_ENABLE | data << RWD_DATA])
         self.link_bytes += LINE_BYTES
 
-    def _completed(self, message: int) -> None:
+    def _completed(self, port: _Port, message: int) -> None:
         header = _header("s2m_ndr", S2M_NDR, message)
         assert header["opcode"] == S2MNdrOp.CMP, f"s2m_ndr: opcode {header['opcode']} is not Cmp"
-        line = self._release(header["tag"], "s2m_ndr")
+        line = port.release(header["tag"], "s2m_ndr")
         assert line is not None, f"s2m_ndr: tag {header['tag']:#x} is a read's"
         assert isinstance(line.operation, Write), f"s2m_ndr: tag {header['tag']:#x} is a read's"
         self._answered.set()
 
-    def _arrived(self, message: int) -> None:
+    def _arrived(self, port: _Port, message: int) -> None:
         header = _header("s2m_drs", S2M_DRS, message)
         assert header["opcode"] in list(S2MDrsOp), f"s2m_drs: unknown opcode {header['opcode']}"
         data = message >> DRS_DATA
         access = Access.POISON if header["poison"] else Access.DATA
         if header["opcode"] == S2MDrsOp.MEM_DATA_NXM:
             access, data = Access.OUTSIDE, 0
-        line = self._release(header["tag"], "s2m_drs")
+        line = port.release(header["tag"], "s2m_drs")
         if line is None:
             self._polled = (data & 0xFFFF_FFFF_FFFF_FFFF, access)
         else:
@@ -190,11 +236,6 @@ class Host:
             line.result.access[line.index] = access
         self.link_bytes += LINE_BYTES
         self._answered.set()
-
-    def _release(self, tag: int, stream: str) -> _Line | None:
-        assert tag in self._outstanding, f"{stream}: tag {tag:#x}, which no access awaits (cycle {cycle()})"
-        self._free_tags.append(tag)
-        return self._outstanding.pop(tag)
 
 
 def _header(stream: str, layout: Layout, message: int) -> dict[str, int]:
@@ -213,6 +254,7 @@ async def serve(dut: Any) -> None:
         idle=float(os.environ["NEARKV_IDLE"]),
         backpressure=float(os.environ["NEARKV_BACKPRESSURE"]),
     )
+    config = configure(**json.loads(os.environ["NEARKV_CONFIG"]))
     with socket.socket(fileno=int(os.environ["NEARKV_SOCKET"])) as connection:
         while True:
             try:
@@ -221,6 +263,10 @@ async def serve(dut: Any) -> None:
                 return
             reply: dict[str, Any] = {}
             results: list[ReadResult] = []
+            if "inject" in head:
+                inject(ctypes.CDLL(None), None, config, **head["inject"])
+                wire.send(connection, reply)
+                continue
             try:
                 results = await host.run(wire.unpack_program(head["program"], arrays))
             except DeviceTimeout as error:

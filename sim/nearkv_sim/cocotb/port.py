@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 import socket
 import subprocess
 import tempfile
 import threading
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from nearkv_hw.abi import DeviceConfig
 from nearkv_hw.verilog import VerilogDesign
@@ -16,9 +19,10 @@ from nearkv_hw.verilog import VerilogDesign
 from .. import wire
 from ..build import device_design, progress
 from ..cache import cache_folder
+from ..events import ALL, CAPACITY, EventKind
 from ..port import DeviceTimeout, Program, ReadResult
-from ..programs import checked
-from ..toolchain import ToolMissing, has_trace_headers
+from ..programs import check_injection, check_shaking, checked
+from ..toolchain import need_trace_headers
 from ..verilate import Report
 from .runner import build_program, simulator_environment
 
@@ -57,13 +61,9 @@ class CocotbPort:
         report: Report | None = None,
         design: VerilogDesign | None = None,
     ):
-        for name, value in (("idle", idle), ("backpressure", backpressure)):
-            if not 0 <= value <= 0.99:
-                raise ValueError(f"{name} is a probability from 0 to 0.99, not {value!r}")
-        if trace and not has_trace_headers():
-            raise ToolMissing(
-                "waveforms need lz4.h and zlib.h: sudo apt-get install -y liblz4-dev zlib1g-dev"
-            )
+        check_shaking(idle=idle, backpressure=backpressure)
+        if trace:
+            need_trace_headers()
         with progress() as shown:
             tell = report or shown
             design = design or device_design(config, tell)
@@ -79,6 +79,7 @@ class CocotbPort:
         ours, theirs = socket.socketpair()
         environment = simulator_environment(design, f"{__package__}.host", None, self.seed)
         environment |= {
+            "NEARKV_CONFIG": json.dumps(config.to_dict()),
             "NEARKV_SOCKET": str(theirs.fileno()),
             "NEARKV_IDLE": str(idle),
             "NEARKV_BACKPRESSURE": str(backpressure),
@@ -106,16 +107,7 @@ class CocotbPort:
         RuntimeError : the device is closed, broke the protocol, or its simulator ended; with the log's end.
         """
         entries, arrays = wire.pack_program(checked(program))
-        with self._lock:
-            connection = self._open_connection()
-            try:
-                wire.send(connection, {"program": entries}, arrays)
-                reply, results = wire.receive(connection)
-            except (EOFError, OSError) as error:
-                raise RuntimeError(self._obituary()) from error
-            except BaseException:
-                self._end()  # interrupted between request and reply: the two would no longer match
-                raise
+        reply, results = self._ask({"program": entries}, arrays)
         self._link_bytes, self._cycles = reply["link_bytes"], reply["cycles"]
         if "timeout" in reply:
             raise DeviceTimeout(f"{reply['timeout']} (seed {self.seed})")
@@ -131,11 +123,39 @@ class CocotbPort:
         """Device cycles simulated so far."""
         return self._cycles
 
+    def inject(self, address: int, bits: Sequence[int]) -> None:
+        """Invert bits of a line in the DRAM; see `Port.inject`."""
+        check_injection(self.config, address, bits)
+        self._ask({"inject": {"address": int(address), "bits": [int(bit) for bit in bits]}})
+
+    def _ask(
+        self, request: dict[str, Any], arrays: Sequence[wire.Array] = ()
+    ) -> tuple[dict[str, Any], list[wire.Array]]:
+        """What the simulator answers to a request."""
+        with self._lock:
+            connection = self._open_connection()
+            try:
+                wire.send(connection, request, arrays)
+                return wire.receive(connection)
+            except (EOFError, OSError) as error:
+                raise RuntimeError(self._obituary()) from error
+            except BaseException:
+                self._end()  # interrupted between request and reply: the two would no longer match
+                raise
+
     def start_wave(self, path: Path) -> None:
         """Leave the waveforms in `path` when the device is closed; they begin where the device began."""
         if not self._trace:
             raise RuntimeError("the device was built without waveforms; open it with trace=True")
         self._wave = Path(path).absolute()
+
+    def record(self, capacity: int = CAPACITY, kinds: Collection[EventKind] = ALL) -> NoReturn:
+        """RuntimeError: there are no events to record."""
+        raise RuntimeError("the cocotb device keeps waveforms, not events; record an rtl device")
+
+    def recorded(self) -> NoReturn:
+        """RuntimeError, for nothing was recorded."""
+        raise RuntimeError("nothing is recorded: the cocotb device keeps waveforms, not events")
 
     def close(self) -> None:
         """End the device; its memory is lost. A second call does nothing."""

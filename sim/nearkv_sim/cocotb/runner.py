@@ -54,7 +54,7 @@ from nearkv_hw.verilog import VerilogDesign, to_verilog
 from ..cache import cache_folder
 from ..designs import TOP
 from ..toolchain import has_trace_headers
-from ..verilate import NATIVE, Recipe, Report, build
+from ..verilate import Recipe, Report, black_boxes, build
 
 _LOG_TAIL_LINES = 60
 
@@ -163,17 +163,20 @@ def build_program(
     report: Report = lambda line: None,
 ) -> Path:
     """The simulator program of a design for cocotb, from the cache if it is there."""
-    store = [NATIVE / "nearkv_store.sv", NATIVE / "store.cpp"] if design.instantiates("nearkv_store") else []
     trace = ["--trace-fst" if has_trace_headers() else "--trace-vcd"] if waves else []
     libraries = str(cocotb_tools.config.libs_dir)
+    simulator = Path(cocotb_tools.config.share_dir) / "lib" / "verilator" / "verilator.cpp"
     recipe = Recipe(
         name=f"{name}-cocotb",
         top=design.name,
         sources={"control.vlt": _control(design, probes), "design.v": design.text},
-        native=[*store, Path(cocotb_tools.config.share_dir) / "lib" / "verilator" / "verilator.cpp"],
+        native=[*black_boxes(design), simulator],
         verilator=["--vpi", "--timescale", "1ns/1ps", *trace],
         optimise="-O1",
-        link=[f"-Wl,-rpath,{libraries}", f"-L{libraries}", "-lcocotbvpi_verilator"],
+        link=[
+            *(f"-Wl,-rpath,{libraries}", f"-L{libraries}", "-lcocotbvpi_verilator"),
+            "-Wl,--export-dynamic-symbol=nearkv_dram_flip",  # tests call it
+        ],
     )
     return build(recipe, report)
 

@@ -13,23 +13,28 @@ namespace {
 constexpr unsigned kPieceShift = 24;  // lines of a piece, log2: pieces of 1 GiB
 constexpr std::uint64_t kPieceLines = std::uint64_t{1} << kPieceShift;
 constexpr std::size_t kPieceBytes = kPieceLines * kLineBytes;
+constexpr std::size_t kCheckBytes = kPieceLines * sizeof(std::uint64_t);
 
-std::uint8_t* reserve_piece() {
+void* reserve(std::size_t bytes) {
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* bytes = mmap(nullptr, kPieceBytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
-    if (bytes == MAP_FAILED) {
-        std::perror("nearkv store: cannot reserve 1 GiB of address space (see ulimit -v)");
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+    if (memory == MAP_FAILED) {
+        std::perror("nearkv store: cannot reserve address space for 1 GiB of memory (see ulimit -v)");
         std::abort();
     }
-    return static_cast<std::uint8_t*>(bytes);
+    return memory;
 }
 
-std::size_t offset_in_piece(std::uint64_t line) { return (line & (kPieceLines - 1)) * kLineBytes; }
+std::size_t line_in_piece(std::uint64_t line) { return line & (kPieceLines - 1); }
+std::size_t offset_in_piece(std::uint64_t line) { return line_in_piece(line) * kLineBytes; }
 
 }  // namespace
 
 Store::~Store() {
-    for (const Piece& piece : pieces_) munmap(piece.bytes, kPieceBytes);
+    for (const Piece& piece : pieces_) {
+        munmap(piece.bytes, kPieceBytes);
+        if (piece.checks) munmap(piece.checks, kCheckBytes);
+    }
 }
 
 bool Store::read(std::uint64_t line, void* data) const {
@@ -43,11 +48,7 @@ bool Store::read(std::uint64_t line, void* data) const {
 }
 
 void Store::write(std::uint64_t line, const void* data, std::uint64_t mask, bool poison) {
-    auto piece = find(line);
-    if (piece == pieces_.end() || piece->index != line >> kPieceShift) {
-        piece = pieces_.insert(piece, {line >> kPieceShift, reserve_piece()});
-    }
-    std::uint8_t* bytes = piece->bytes + offset_in_piece(line);
+    std::uint8_t* bytes = piece_of(line).bytes + offset_in_piece(line);
     if (mask == ~std::uint64_t{0}) {
         std::memcpy(bytes, data, kLineBytes);
         if (!poison && !poisoned_.empty()) poisoned_.erase(line);
@@ -58,6 +59,33 @@ void Store::write(std::uint64_t line, const void* data, std::uint64_t mask, bool
         }
     }
     if (poison) poisoned_.insert(line);
+}
+
+std::uint64_t Store::read_check(std::uint64_t line) const {
+    const auto piece = find(line);
+    if (piece == pieces_.end() || piece->index != line >> kPieceShift || !piece->checks) return 0;
+    return piece->checks[line_in_piece(line)];
+}
+
+void Store::write_check(std::uint64_t line, std::uint64_t check) {
+    Piece& piece = piece_of(line);
+    if (!piece.checks) piece.checks = static_cast<std::uint64_t*>(reserve(kCheckBytes));
+    piece.checks[line_in_piece(line)] = check;
+}
+
+void Store::flip(std::uint64_t line, unsigned bit) {
+    std::uint8_t& byte = piece_of(line).bytes[offset_in_piece(line) + bit / 8];
+    byte = static_cast<std::uint8_t>(byte ^ 1u << bit % 8);
+}
+
+// The piece that holds `line`, reserved if there is none.
+Store::Piece& Store::piece_of(std::uint64_t line) {
+    auto piece = find(line);
+    if (piece == pieces_.end() || piece->index != line >> kPieceShift) {
+        auto* const bytes = static_cast<std::uint8_t*>(reserve(kPieceBytes));
+        piece = pieces_.insert(piece, {line >> kPieceShift, bytes, nullptr});
+    }
+    return pieces_[static_cast<std::size_t>(piece - pieces_.begin())];
 }
 
 // The piece that holds `line`, or where it would have to be inserted.

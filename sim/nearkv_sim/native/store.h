@@ -26,13 +26,22 @@ public:
     // bytes clears the mark; a clean write of some leaves it, for the rest is still lost.
     void write(std::uint64_t line, const void* data, std::uint64_t mask, bool poison);
 
+    // 64 more bits beside a line, zero until written; kept only where some are.
+    std::uint64_t read_check(std::uint64_t line) const;
+    void write_check(std::uint64_t line, std::uint64_t check);
+
+    // Inverts a bit of a line, 0 to 511.
+    void flip(std::uint64_t line, unsigned bit);
+
 private:
     struct Piece {
         std::uint64_t index;
         std::uint8_t* bytes;
+        std::uint64_t* checks;  // null until one is written
     };
 
     std::vector<Piece>::const_iterator find(std::uint64_t line) const;
+    Piece& piece_of(std::uint64_t line);
     std::vector<Piece> pieces_;  // sorted by index
     std::unordered_set<std::uint64_t> poisoned_;
 };

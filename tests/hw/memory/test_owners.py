@@ -39,14 +39,14 @@ def bench(dut, idle=0.0, backpressure=0.0):
 
 async def checked(dut, extent):
     """The owner as an access meets it: a tenant or None."""
-    dut.check.value = 1
-    dut.extent.value = extent
+    dut.checks_0_valid.value = 1
+    dut.checks_0_extent.value = extent
     await RisingEdge(dut.clk)
-    dut.check.value = 0
-    dut.extent.value = 0
+    dut.checks_0_valid.value = 0
+    dut.checks_0_extent.value = 0
     for _ in range(parameters()["latency_cycles"]):
         await RisingEdge(dut.clk)
-    owner = value(dut.owner)
+    owner = value(dut.checks_0_owner)
     return owner >> 1 if owner & 1 else None
 
 

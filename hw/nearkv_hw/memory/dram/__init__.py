@@ -1,0 +1,1 @@
+"""DRAM behind a memory channel: address map, controllers, and the parts themselves."""

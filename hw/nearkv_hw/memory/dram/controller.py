@@ -1,0 +1,466 @@
+"""The controller of one DRAM sub-channel: accesses of a unit and of the fabric become commands."""
+
+from amaranth.hdl import Cat, Module, Mux, Shape, Signal
+from amaranth.lib import data, stream, wiring
+from amaranth.lib.memory import Memory
+from amaranth.lib.wiring import In, Out
+
+from ...abi.dram import Dram, Refresh
+from ...abi.lines import LINE_BITS
+from ...common.buffer import Buffer
+from ...common.delay import Delay
+from .address import place_of
+from .banks import Banks, place_layout
+from .drain import Drain
+from .pins import CHECK_BITS, DramPins
+from .queue import AccessQueue
+from .refresh import Refresher, known_part
+from .selector import Selector
+from .shares import Shares, checked_share
+
+LINGER_FRAMES = 64
+"""How long a client that stopped asking still has its part of the read queue kept free."""
+
+
+def unit_layout(line_bits, tag):
+    """A read by the unit."""
+    return data.StructLayout({"line": line_bits, "tag": tag})
+
+
+def fabric_layout(line_bits, tag):
+    """A read or write of a line by the fabric; data, check bits and poison are a write's."""
+    return data.StructLayout(
+        {
+            "line": line_bits,
+            "tag": tag,
+            "write": 1,
+            "poison": 1,
+            "data": LINE_BITS,
+            "check": CHECK_BITS,
+        }
+    )
+
+
+class DramController(wiring.Component):
+    """Schedules the accesses of a sub-channel so that the part's rules are kept and its time is used.
+
+    Time passes in frames of as many device cycles as the part has sub-channels. A frame has at most one
+    column command (which moves a line), one activate, and one precharge or refresh; all are decided together
+    in the frame before. Rows stay open until another one is needed. Ready accesses go oldest first; writes
+    are collected and go in bursts; how two clients that want the same are told apart is for `Shares`, which
+    row of a bank comes first for `Selector`.
+
+    Accesses of the fabric to one line keep their order, and a read that comes after `written` of a write to
+    its line, from whichever client, sees it. A read that finds a write of its line queued, and a write that
+    finds a read, waits at the door (and what comes behind it from its client), and the other one goes first.
+
+    Parameters
+    ----------
+    part : the DRAM part.
+    density_gbit : its density in Gbit, by default the part's own.
+    refresh : how it is refreshed.
+    tag : shape of what comes back with an answer.
+    fabric_share : sixteenths of the time that belong to the fabric when both want it, 0 to 16.
+    read_entries, write_entries : accesses that are looked at together, at least 8; by default 16, HBM3 reads
+        24: its rows open so late that 16 do not reach far enough.
+
+    Members
+    -------
+    unit : In(stream(unit_layout)), fabric : In(stream(fabric_layout)) : accesses. `line` counts the
+        sub-channel's lines.
+    phase : In(1) : the first cycle of each frame.
+    due : In(1) : a cycle in which one more refresh is due, from `RefreshTimer`.
+    pins : Out(DramPins) : the part.
+    answers : Out(stream(unit, tag), always_ready) : whose line the part shows in this cycle.
+    written : Out(stream(tag), always_ready) : a write has its place in the order.
+    row_hit, row_miss, row_conflict : Out(1) : a cycle for each column command: its row was open, had to be
+        opened, another one had to be closed first.
+    refresh_busy, turnaround : Out(1) : cycles of frames in which refresh holds banks back; in which accesses
+        wait for the data bus to turn.
+    reads_waiting, writes_waiting : Out : levels of the queues.
+
+    Unloaded, a read is answered `unloaded_cycles` cycles or fewer after it was taken. Row hits in two bank
+    groups in turn go at one line per frame.
+    """
+
+    def __init__(
+        self,
+        *,
+        part,
+        density_gbit=None,
+        refresh=Refresh.ALL_BANK,
+        tag,
+        fabric_share=8,
+        read_entries=None,
+        write_entries=16,
+    ):
+        self.part = known_part(part)
+        self.density_gbit = self.part.default_density if density_gbit is None else density_gbit
+        self.refresh = Refresh(refresh)
+        self.timings = self.part.frames(self.density_gbit, self.refresh)
+        self.tag = tag
+        self.fabric_share = checked_share(fabric_share)
+        self.read_entries = default_read_entries(self.part) if read_entries is None else read_entries
+        self.write_entries = write_entries
+        for name in ("read_entries", "write_entries"):
+            entries = getattr(self, name)
+            if not isinstance(entries, int) or entries < 8:
+                raise ValueError(f"{name} must be an integer of at least 8, not {entries!r}")
+        self._place = place_layout(self.part, self.density_gbit)
+        self.line_bits = self._place.size
+        super().__init__(
+            {
+                "unit": In(stream.Signature(unit_layout(self.line_bits, tag))),
+                "fabric": In(stream.Signature(fabric_layout(self.line_bits, tag))),
+                "phase": In(1),
+                "due": In(1),
+                "pins": Out(DramPins(part=self.part, density_gbit=self.density_gbit)),
+                "answers": Out(
+                    stream.Signature(data.StructLayout({"unit": 1, "tag": tag}), always_ready=True)
+                ),
+                "written": Out(stream.Signature(tag, always_ready=True)),
+                **{
+                    name: Out(1)
+                    for name in ("row_hit", "row_miss", "row_conflict", "refresh_busy", "turnaround")
+                },
+                "reads_waiting": Out(range(self.read_entries + 1)),
+                "writes_waiting": Out(range(self.write_entries + 1)),
+            }
+        )
+
+    @property
+    def unloaded_cycles(self):
+        """Most cycles from the transfer of a read of a closed bank to its answer, with nothing else to do."""
+        # It enters in the first cycle of a frame, and is flagged in the last but one: where a frame has two
+        # cycles, in that of the next frame.
+        entering = 3 if self.part.subchannels == 2 else 2
+        frames = entering + self.timings.activate_to_column
+        return frames * self.part.subchannels + self.timings.read_cycles
+
+    def elaborate(self, platform):
+        m = Module()
+        part = self.part
+        size = {"part": part, "density_gbit": self.density_gbit}
+        m.submodules.banks = banks = Banks(**size, refresh=self.refresh)
+        m.submodules.refresher = refresher = Refresher(**size, refresh=self.refresh)
+        m.submodules.reads = reads = AccessQueue(**size, entries=self.read_entries)
+        m.submodules.writes = writes = AccessQueue(**size, entries=self.write_entries)
+        m.submodules.read_selector = read_selector = Selector(**size, entries=self.read_entries, shared=True)
+        m.submodules.write_selector = write_selector = Selector(
+            **size, entries=self.write_entries, shared=False
+        )
+        m.submodules.drain = drain = Drain(entries=self.write_entries)
+        m.submodules.shares = shares = Shares(fabric_share=self.fabric_share)
+
+        # The cycles of a frame.
+        steps = [self.phase]
+        for k in range(1, part.subchannels):
+            step = Signal(name=f"step_{k}")
+            m.d.sync += step.eq(steps[-1])
+            steps.append(step)
+        follow, collect, flag, tick = steps[0], steps[-3 % len(steps)], steps[-2], steps[-1]
+
+        self._elaborate_door(m, banks, reads, writes, drain, shares, follow, tick)
+
+        commands = banks.commands
+        m.d.comb += [
+            banks.tick.eq(tick),
+            refresher.tick.eq(tick),
+            refresher.due.eq(self.due),
+            refresher.open.eq(banks.open),
+            refresher.precharges.eq(banks.precharges),
+            refresher.activate.eq(commands.activate),
+            refresher.wanted.eq(read_selector.wanted | write_selector.wanted),
+            drain.tick.eq(tick),
+            shares.tick.eq(tick),
+        ]
+        free = ~refresher.hold
+        for queue, selector, columns in (
+            (reads, read_selector, banks.reads),
+            (writes, write_selector, banks.writes),
+        ):
+            m.d.comb += [
+                *(
+                    getattr(selector, name).eq(getattr(queue, name))
+                    for name in ("used", "hits", "closes", "units")
+                ),
+                *(a.eq(b) for a, b in zip(selector.entry, queue.entries, strict=True)),
+                selector.collect.eq(collect),
+                selector.flag.eq(flag),
+                selector.tick.eq(tick),
+                selector.columns.eq(columns & free),
+                selector.activates.eq(banks.activates & free & ~refresher.quiet.replicate(part.banks)),
+                selector.precharges.eq(banks.precharges & free),
+                queue.tick.eq(tick),
+                queue.remove.eq(selector.column_entry),
+                queue.follow.eq(follow),
+            ]
+        m.d.comb += [
+            read_selector.active.eq(~drain.writing),
+            read_selector.prepare.eq(drain.writing),
+            read_selector.others.eq(write_selector.wanted),
+            read_selector.favour_unit.eq(shares.favour_unit),
+            read_selector.first_unit.eq(shares.first_unit),
+            write_selector.active.eq(drain.writing),
+            write_selector.prepare.eq(drain.soon),
+            write_selector.others.eq(read_selector.wanted),
+        ]
+
+        # The frame's commands. Only the queue with the bus has column commands, and its row commands come
+        # first.
+        def picked(name):
+            """A value of the selector whose row command it is."""
+            kind = name.split("_")[0]
+            from_writes = Mux(drain.writing, getattr(write_selector, kind), ~getattr(read_selector, kind))
+            return Mux(from_writes, getattr(write_selector, name), getattr(read_selector, name))
+
+        m.d.comb += [
+            commands.column.eq(read_selector.column | write_selector.column),
+            commands.column_write.eq(write_selector.column),
+            commands.column_bank.eq(read_selector.column_place.bank | write_selector.column_place.bank),
+            commands.activate.eq(read_selector.activate | write_selector.activate),
+            commands.activate_bank.eq(picked("activate_bank")),
+            commands.activate_row.eq(picked("activate_row")),
+            commands.precharge.eq(
+                refresher.precharge
+                | (~refresher.refresh & (read_selector.precharge | write_selector.precharge))
+            ),
+            commands.precharge_all.eq(refresher.precharge_all),
+            commands.precharge_bank.eq(
+                Mux(refresher.precharge, refresher.precharge_bank, picked("precharge_bank"))
+            ),
+            commands.refresh.eq(refresher.refresh),
+            commands.refresh_banks.eq(refresher.refresh_banks),
+            drain.write_column.eq(write_selector.column),
+            shares.unit_column.eq(read_selector.column & read_selector.column_unit),
+            shares.fabric_column.eq(commands.column & ~shares.unit_column),
+            shares.pause.eq(refresher.busy if self.refresh is Refresh.ALL_BANK else 0),
+        ]
+        self._elaborate_pins(
+            m, commands, refresher, (reads, writes), (read_selector, write_selector), follow, tick
+        )
+        self._elaborate_counters(m, commands, banks, refresher, drain, tick)
+        return m
+
+    def _elaborate_door(self, m, banks, reads, writes, drain, shares, follow, tick):
+        """Accesses enter the queues: one per frame, of the clients in turn."""
+        m.submodules.unit_buffer = unit = Buffer(shape=self.unit.payload.shape(), depth=2)
+        m.submodules.fabric_buffer = fabric = Buffer(shape=self.fabric.payload.shape(), depth=2)
+        wiring.connect(m, wiring.flipped(self.unit), unit.i)
+        wiring.connect(m, wiring.flipped(self.fabric), fabric.i)
+
+        # Whose turn it is, who may, and where the access goes.
+        prefer_unit, from_unit, is_write = Signal(), Signal(), Signal()
+        unit_may, fabric_may = Signal(), Signal()
+        unit_share, fabric_share = Signal(init=1), Signal(init=1)  # has room in the read queue
+        asked = fabric.o.payload
+        m.d.comb += [
+            unit_may.eq(unit.o.valid & ~reads.full & unit_share),
+            fabric_may.eq(fabric.o.valid & Mux(asked.write, ~writes.full, ~reads.full & fabric_share)),
+            from_unit.eq(unit_may & (prefer_unit | ~fabric_may)),
+            is_write.eq(~from_unit & asked.write),
+        ]
+        line, place = Signal(self.line_bits), Signal(self._place)
+        bank, row, column = place_of(self.part, line)
+        m.d.comb += [
+            line.eq(Mux(from_unit, unit.o.payload.line, asked.line)),
+            place.bank.eq(bank),
+            place.row.eq(row),
+            place.column.eq(column),
+            banks.look_bank.eq(place.bank),
+            banks.look_row.eq(place.row),
+        ]
+        for queue in (reads, writes):
+            m.d.comb += [
+                queue.place.eq(place),
+                queue.unit.eq(from_unit),
+                queue.hit.eq(banks.look_hit),
+                queue.closed.eq(banks.look_closed),
+            ]
+        met, enters = Signal(), Signal()
+        m.d.comb += [
+            met.eq(Mux(is_write, reads.same, writes.same)),
+            enters.eq(follow & (unit_may | fabric_may) & ~met),
+            reads.insert.eq(enters & ~is_write),
+            writes.insert.eq(enters & is_write),
+            unit.o.ready.eq(enters & from_unit),
+            fabric.o.ready.eq(enters & ~from_unit),
+        ]
+        unit_met, fabric_met = Signal(), Signal()  # a read of the client waits for a queued write
+        with m.If(follow & (unit_may | fabric_may)):
+            m.d.sync += prefer_unit.eq(~from_unit)
+            with m.If(from_unit):
+                m.d.sync += unit_met.eq(met)
+            with m.Else():
+                m.d.sync += fabric_met.eq(met & ~is_write)
+
+        # What the queues hold, and what follows for shares and writes.
+        def level(size, entered, left, name):
+            held = Signal(range(size + 1), name=name)
+            m.d.sync += held.eq(held + entered - left)
+            return held
+
+        unit_entered = reads.insert & from_unit
+        unit_left = tick & shares.unit_column
+        read_left = tick & banks.commands.column & ~banks.commands.column_write
+        unit_reads = level(self.read_entries, unit_entered, unit_left, "unit_reads")
+        all_reads = level(self.read_entries, reads.insert, read_left, "all_reads")
+        all_writes = level(self.write_entries, writes.insert, tick & drain.write_column, "all_writes")
+        fabric_reads = Signal.like(all_reads)
+        unit_wants, fabric_wants = Signal(), Signal()
+        m.d.comb += [
+            self.reads_waiting.eq(all_reads),
+            self.writes_waiting.eq(all_writes),
+            fabric_reads.eq(all_reads - unit_reads),
+            unit_wants.eq(unit.o.valid | (unit_reads != 0)),
+            fabric_wants.eq(fabric.o.valid | (fabric_reads != 0)),
+            shares.unit_wants.eq(unit_wants),
+            shares.fabric_wants.eq(fabric_wants | drain.wants),
+            drain.level.eq(all_writes),
+            drain.reads.eq(unit_wants | drain.own_reads),
+            drain.own_reads.eq((fabric_reads != 0) | (fabric.o.valid & ~asked.write)),
+            drain.hazard.eq(unit_met | fabric_met),
+            drain.force.eq(unit_met),
+            drain.allow.eq(~shares.favour_unit),
+        ]
+        for wants, held, room, most in (
+            (fabric_wants, unit_reads, unit_share, self.read_entries * 3 // 4),
+            (unit_wants, fabric_reads, fabric_share, self.read_entries // 2),
+        ):
+            lingers = Signal(range(LINGER_FRAMES + 1))  # the other client wants or wanted its part
+            with m.If(wants):
+                m.d.sync += lingers.eq(LINGER_FRAMES)
+            with m.Elif(tick & (lingers != 0)):
+                m.d.sync += lingers.eq(lingers - 1)
+            m.d.sync += room.eq((lingers == 0) | (held < most))
+
+        # What entries need once they are chosen.
+        m.submodules.tags = tags = Memory(shape=Shape.cast(self.tag).width, depth=self.read_entries, init=[])
+        m.submodules.data = lines = Memory(
+            shape=LINE_BITS + CHECK_BITS + 1, depth=self.write_entries, init=[]
+        )
+        tags_in, lines_in = tags.write_port(), lines.write_port()
+        self._tags_out, self._lines_out = tags.read_port(), lines.read_port()
+        m.d.comb += [
+            tags_in.en.eq(reads.insert),
+            tags_in.addr.eq(reads.slot),
+            tags_in.data.eq(Mux(from_unit, _bits(unit.o.payload.tag), _bits(asked.tag))),
+            lines_in.en.eq(writes.insert),
+            lines_in.addr.eq(writes.slot),
+            lines_in.data.eq(Cat(asked.data, asked.check, asked.poison)),
+        ]
+        written_tag = Signal(self.tag, reset_less=True)
+        m.d.sync += self.written.valid.eq(writes.insert)
+        with m.If(writes.insert):
+            m.d.sync += written_tag.eq(asked.tag)
+        m.d.comb += self.written.payload.eq(written_tag)
+
+    def _elaborate_pins(self, m, commands, refresher, queues, selectors, follow, tick):
+        """The part is told of the column command in the first cycle of the next frame, of others in the
+        second."""
+        pins, (read_selector, write_selector) = self.pins, selectors
+        row = {
+            name: Signal.like(getattr(commands, name), name=f"told_{name}")
+            for name in (
+                "activate",
+                "activate_bank",
+                "activate_row",
+                "precharge",
+                "precharge_all",
+                "precharge_bank",
+            )
+        }
+        refresh = Signal()
+        m.d.sync += pins.column_valid.eq(tick & commands.column)
+        with m.If(tick):
+            m.d.sync += [
+                pins.odd.eq(~pins.odd),
+                pins.column_write.eq(commands.column_write),
+                pins.column_bank.eq(commands.column_bank),
+                pins.column_column.eq(read_selector.column_place.column | write_selector.column_place.column),
+                *(told.eq(getattr(commands, name)) for name, told in row.items()),
+                refresh.eq(commands.refresh),
+                pins.refresh_set.eq(refresher.refresh_set),
+            ]
+        m.d.sync += [
+            pins.activate_valid.eq(follow & row["activate"]),
+            pins.precharge_valid.eq(follow & row["precharge"]),
+            pins.refresh_valid.eq(follow & refresh),
+        ]
+        m.d.comb += [
+            *(
+                getattr(pins, name).eq(row[name])
+                for name in ("activate_bank", "activate_row", "precharge_all", "precharge_bank")
+            ),
+            pins.refresh_all.eq(self.refresh is Refresh.ALL_BANK),
+            Cat(pins.write_data, pins.write_check, pins.write_poison).eq(self._lines_out.data),
+            *(getattr(queue, name).eq(told) for queue in queues for name, told in row.items()),
+            self._tags_out.en.eq(tick & read_selector.column),
+            self._tags_out.addr.eq(read_selector.column_slot),
+            self._lines_out.en.eq(tick & write_selector.column),
+            self._lines_out.addr.eq(write_selector.column_slot),
+        ]
+
+        # Whose line the part will show.
+        shape = self.answers.payload.shape()
+        m.submodules.under_way = under_way = Delay(shape=shape, cycles=self.timings.read_cycles)
+        of_unit = Signal(reset_less=True)
+        with m.If(tick):
+            m.d.sync += of_unit.eq(read_selector.column_unit)
+        m.d.comb += [
+            under_way.i.valid.eq(pins.column_valid & ~pins.column_write),
+            under_way.i.payload.unit.eq(of_unit),
+            _bits(under_way.i.payload.tag).eq(self._tags_out.data),
+            self.answers.valid.eq(under_way.o.valid),
+            self.answers.payload.eq(under_way.o.payload),
+        ]
+
+    def _elaborate_counters(self, m, commands, banks, refresher, drain, tick):
+        """How each column command met its row, and what frames were lost to."""
+        count = self.part.banks
+        fresh, shut = Signal(count), Signal(count)  # rows without a column command; closed for another row
+        of_column, of_activate, of_precharge = (
+            Signal(count, name=f"of_{n}") for n in ("column", "activate", "close")
+        )
+        demanded = commands.precharge & ~refresher.precharge
+        was_fresh, was_shut = Signal(), Signal()
+        m.d.comb += [
+            of_column.eq(commands.column << commands.column_bank),
+            of_activate.eq(commands.activate << commands.activate_bank),
+            of_precharge.eq(demanded << commands.precharge_bank),
+            was_fresh.eq((fresh & of_column).any()),
+            was_shut.eq((shut & of_column).any()),
+        ]
+        with m.If(tick):
+            m.d.sync += [
+                fresh.eq((fresh & ~of_column) | of_activate),
+                shut.eq(
+                    ((shut & ~of_column) | of_precharge)
+                    & ~(refresher.hold & refresher.refresh.replicate(count))
+                ),
+                self.refresh_busy.eq(refresher.busy),
+                self.turnaround.eq(
+                    ~refresher.busy
+                    & Mux(
+                        drain.writing,
+                        (self.writes_waiting != 0) & ~banks.write_turn,
+                        (self.reads_waiting != 0) & ~banks.read_turn,
+                    )
+                ),
+            ]
+        column = tick & commands.column
+        m.d.sync += [
+            self.row_hit.eq(column & ~was_fresh),
+            self.row_miss.eq(column & was_fresh & ~was_shut),
+            self.row_conflict.eq(column & was_fresh & was_shut),
+        ]
+
+
+def default_read_entries(part):
+    """Reads that a controller of the part looks at together unless told otherwise."""
+    return {Dram.DDR5_6400: 16, Dram.DDR5_4800: 16}.get(part.dram, 32)
+
+
+def _bits(value):
+    """A value of any shape as bits that can be read and driven."""
+    return value.as_value() if hasattr(value, "as_value") else value

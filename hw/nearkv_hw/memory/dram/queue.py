@@ -1,0 +1,150 @@
+"""Accesses that wait for their command, oldest first."""
+
+from amaranth.hdl import Cat, Module, Signal
+from amaranth.lib import data, wiring
+from amaranth.lib.wiring import In, Out
+from amaranth.utils import ceil_log2
+
+from ...common.trees import reduce_tree
+from .banks import place_layout
+
+
+def entry_layout(part, density_gbit, entries):
+    """An access that waits."""
+    return data.StructLayout(
+        {
+            "place": place_layout(part, density_gbit),
+            "slot": ceil_log2(entries),
+        }
+    )
+
+
+class AccessQueue(wiring.Component):
+    """A queue from whose middle entries leave; those behind move up, so the order is the age.
+
+    What belongs to an entry and is not needed to choose (tags, data) lies outside, in memories with a place
+    for each of the entries' `slot`s. Slots move with entries; the slot of one that leaves goes to the end.
+
+    Parameters
+    ----------
+    part : the part.
+    density_gbit : its density.
+    entries : entries, at least 2.
+
+    Members
+    -------
+    tick : In(1) : a frame ends: the entry in `remove` leaves.
+    remove : In(entries) : at most one bit, a used one.
+    follow : In(1) : the entries learn of the row commands below, which were given since the last time, and
+        `insert` takes effect. Never together with `tick`.
+    activate, activate_bank, activate_row : In : a row was opened.
+    precharge, precharge_all, precharge_bank : In : a row was closed, or all.
+    insert : In(1) : append an access at `place`. Not while full.
+    place, unit, hit, closed : In : the access, and what its bank says now: its row is open, no row is.
+    slot : Out : the slot that the inserted access gets.
+    same : Out(1) : some entry is an access to the very line at `place`.
+    entries : Out(entry_layout).array : the entries, oldest first.
+    used, hits, closes, units : Out(entries) : per entry: whether it is one; its row is open; its bank has no
+        row open; it is the unit's.
+    full : Out(1)
+    """
+
+    def __init__(self, *, part, density_gbit, entries):
+        if not isinstance(entries, int) or entries < 2:
+            raise ValueError(f"entries must be an integer of at least 2, not {entries!r}")
+        self.count = entries
+        place = place_layout(part, density_gbit)
+        bank = place["bank"].shape
+        super().__init__(
+            {
+                "tick": In(1),
+                "remove": In(entries),
+                "follow": In(1),
+                "activate": In(1),
+                "activate_bank": In(bank),
+                "activate_row": In(place["row"].shape),
+                "precharge": In(1),
+                "precharge_all": In(1),
+                "precharge_bank": In(bank),
+                "insert": In(1),
+                "place": In(place),
+                "unit": In(1),
+                "hit": In(1),
+                "closed": In(1),
+                "slot": Out(ceil_log2(entries)),
+                "same": Out(1),
+                "entries": Out(entry_layout(part, density_gbit, entries)).array(entries),
+                **{name: Out(entries) for name in ("used", "hits", "closes", "units")},
+                "full": Out(1),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        count, entries = self.count, self.entries
+        slot_bits = len(self.slot)
+        slots = [Signal(slot_bits, name=f"slot_{i}", init=i) for i in range(count)]
+        places = [Signal.like(self.place, name=f"place_{i}", reset_less=True) for i in range(count)]
+        for entry, place, slot in zip(entries, places, slots, strict=True):
+            m.d.comb += [entry.place.eq(place), entry.slot.eq(slot)]
+
+        vectors = (self.used, self.hits, self.closes, self.units)
+        stay = Signal(count)  # entries before the one that leaves; all if none does
+        freed = Signal(slot_bits)
+        m.d.comb += [
+            stay.eq(self.remove - 1),
+            freed.eq(
+                reduce_tree(
+                    [s & r.replicate(slot_bits) for s, r in zip(slots, self.remove, strict=True)],
+                    lambda a, b: a | b,
+                )
+            ),
+        ]
+        with m.If(self.tick & self.remove.any()):
+            m.d.sync += [v.eq((v & stay) | ((v >> 1) & ~stay)) for v in vectors]
+            for i in range(count):
+                with m.If(~stay[i]):
+                    m.d.sync += slots[i].eq(slots[i + 1] if i + 1 < count else freed)
+                    if i + 1 < count:
+                        m.d.sync += places[i].eq(places[i + 1])
+
+        opened = Cat(place.bank == self.activate_bank for place in places)
+        matched = Cat(place.row == self.activate_row for place in places)
+        shut = Cat(place.bank == self.precharge_bank for place in places)
+        activated, hit, precharged = Signal(count), Signal(count), Signal(count)
+        m.d.comb += [
+            activated.eq(opened & self.activate.replicate(count)),
+            hit.eq(activated & matched & self.used),
+            precharged.eq((shut | self.precharge_all.replicate(count)) & self.precharge.replicate(count)),
+        ]
+        here = Signal(count)
+        m.d.comb += here.eq(((self.used << 1) | 1) & ~self.used & self.insert.replicate(count))
+        with m.If(self.follow):
+            m.d.sync += [
+                self.used.eq(self.used | here),
+                self.units.eq(self._put(self.units, here, self.unit)),
+                self.hits.eq(self._put((self.hits | hit) & ~precharged, here, self.hit)),
+                self.closes.eq(self._put((self.closes & ~activated) | precharged, here, self.closed)),
+            ]
+            for i in range(count):
+                with m.If(here[i]):
+                    m.d.sync += places[i].eq(self.place)
+
+        m.d.comb += [
+            self.slot.eq(
+                reduce_tree(
+                    [
+                        s & r.replicate(slot_bits)
+                        for s, r in zip(slots, ((self.used << 1) | 1) & ~self.used, strict=False)
+                    ],
+                    lambda a, b: a | b,
+                )
+            ),
+            self.same.eq((Cat(place == self.place for place in places) & self.used).any()),
+            self.full.eq(self.used[-1]),
+        ]
+        return m
+
+    def _put(self, vector, here, bit):
+        """A vector with `bit` at `here`."""
+        return (vector & ~here) | (here & bit.replicate(self.count))
