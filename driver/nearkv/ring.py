@@ -11,6 +11,8 @@ from nearkv_hw.abi import DeviceConfig, Status
 from nearkv_hw.abi.descriptor import ATTEND, COMPLETION, COMPLETION_BYTES, DESCRIPTOR_BYTES
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.window import (
+    CHANNEL_COUNTERS,
+    CHANNEL_COUNTERS_LINE,
     COMPLETIONS_OFFSET,
     DESCRIPTORS_OFFSET,
     DEVICE_COUNTERS,
@@ -32,7 +34,7 @@ from .errors import ClosedError, DeviceTimeoutError, ProtocolError
 _PHASE_BYTE = COMPLETION.offset("phase") // 8
 _INDEX_MASK = (1 << DOORBELL["tail"].width) - 1
 _TIMEOUT_CYCLES = 1_000_000
-"""Cycles that any batch is given; what it streams comes on top."""
+"""Cycles after which a batch is looked after; what it streams comes on top."""
 _TIMEOUT_CYCLES_PER_LINE = 32
 
 
@@ -43,7 +45,8 @@ class Completions:
     Members
     -------
     status, tag, detail, job_cycles, lines, passes : one number per descriptor, as in the completion record.
-    cycles : device cycles from the doorbells to the last completions, as the host saw them.
+    cycles : device cycles from the doorbells to the last completions, as the host saw them; give or take the
+        gap between two polls when the batch took longer than was expected of it.
     """
 
     status: npt.NDArray[np.uint8]
@@ -83,6 +86,8 @@ class CommandRing:
         self._completions = window + COMPLETIONS_OFFSET
         self._doorbell = one(window + DOORBELL_OFFSET)
         self._counters = one(register_address(config, aperture, DEVICE_COUNTERS_LINE))
+        slices = range(CHANNEL_COUNTERS_LINE, CHANNEL_COUNTERS_LINE + config.slices)
+        self._channels = np.array([register_address(config, aperture, line) for line in slices], np.uint64)
         (result,) = port.run([Read(one(register_address(config, aperture, RING_LINE)))])
         self.posted = RING.unpack(result.data[0].tobytes())["tail"]
         self._unfinished = False
@@ -110,7 +115,8 @@ class CommandRing:
 
         Raises
         ------
-        DeviceTimeoutError : when the device does not answer; the ring takes no more work then.
+        DeviceTimeoutError : when the device neither answers nor works on anything else; the ring takes no
+            more work then. Other tenants' work may take its time.
         ClosedError : when an earlier batch hung or was interrupted: nobody knows what of it is still to come.
         ProtocolError : when completion records are not those of the descriptors.
         """
@@ -119,56 +125,98 @@ class CommandRing:
         count, slots = len(descriptors), self._config.ring_slots
         indices = np.arange(self.posted, self.posted + count, dtype=np.uint64)
         column(ATTEND, "tag", descriptors)[:] = indices & np.uint64(_INDEX_MASK)
-        slot = indices % np.uint64(slots)
-        sources = self._descriptors + slot * np.uint64(DESCRIPTOR_BYTES)
-        records = self._completions + slot * np.uint64(COMPLETION_BYTES)
         timeout = _TIMEOUT_CYCLES + _TIMEOUT_CYCLES_PER_LINE * streamed_lines
-        program: list[Operation] = list(before)
-        for begin in range(0, count, slots):
-            end = min(begin + slots, count)
-            last = self.posted + end - 1
-            program += [
-                Write(sources[begin:end], descriptors[begin:end]),
-                Fence(),
-                Read(self._counters),
-                Write(self._doorbell, self._doorbell_line(last + 1)),
-                Poll(
-                    completion_address(self._config, self._aperture, last),
-                    mask=1 << COMPLETION.offset("phase"),
-                    value=completion_phase(self._config, last) << COMPLETION.offset("phase"),
-                    timeout_cycles=timeout,
-                ),
-                Read(self._counters),
-                Read(records[begin:end]),
-            ]
-        program += after
+        chunks = []
         self._unfinished = True
         try:
-            results = self._port.run(program)
+            for begin in range(0, count, slots):
+                end = min(begin + slots, count)
+                chunk, results = self._run_chunk(
+                    indices[begin:end],
+                    descriptors[begin:end],
+                    before=before if begin == 0 else (),
+                    after=after if end == count else (),
+                    timeout=timeout,
+                )
+                chunks.append(chunk)
         except DeviceTimeout as error:
             raise DeviceTimeoutError(
-                f"{count} descriptors of tenant {self._aperture} were not complete after {timeout} cycles "
-                f"({error}); close the device and open it again"
+                f"{count} descriptors of tenant {self._aperture} are not complete, and the device does "
+                f"nothing any more ({error}); close the device and open it again"
             ) from error
-        earlier = sum(isinstance(operation, Read) for operation in before)
-        own = results[earlier : earlier + 3 * -(-count // slots)]
-        completions = self._completions_of(own, indices)
+        completions = self._completions_of(chunks, indices)
         self.posted += count
         self._unfinished = False
-        return completions, results[earlier + len(own) :]
+        return completions, results
+
+    def _run_chunk(
+        self,
+        indices: npt.NDArray[np.uint64],
+        descriptors: npt.NDArray[np.uint8],
+        *,
+        before: Sequence[Operation],
+        after: Sequence[Operation],
+        timeout: int,
+    ) -> tuple[_Chunk, list[ReadResult]]:
+        """Post what the ring holds and wait for it: its cycles and records, and the results of `after`."""
+        slot = indices % np.uint64(self._config.ring_slots)
+        last = int(indices[-1])
+        post = [
+            *before,
+            Write(self._descriptors + slot * np.uint64(DESCRIPTOR_BYTES), descriptors),
+            Fence(),
+            Read(self._counters),
+            Write(self._doorbell, self._doorbell_line(last + 1)),
+        ]
+        wait = [
+            Poll(
+                completion_address(self._config, self._aperture, last),
+                mask=1 << COMPLETION.offset("phase"),
+                value=completion_phase(self._config, last) << COMPLETION.offset("phase"),
+                timeout_cycles=timeout,
+            ),
+            Read(self._counters),
+            Read(self._completions + slot * np.uint64(COMPLETION_BYTES)),
+            *after,
+        ]
+        try:
+            results = self._port.run([*post, *wait])
+            results = results[sum(isinstance(operation, Read) for operation in before) :]
+            rung = _cycles_of(results.pop(0))
+        except DeviceTimeout:
+            rung = _cycles_of(self._read_counters()[0]) - timeout
+            results = self._wait_on(wait)
+        done, records, *others = results
+        return _Chunk(_cycles_of(done) - rung, records.data), others
+
+    def _wait_on(self, wait: list[Operation]) -> list[ReadResult]:
+        """Wait for a batch that is late, as long as the device makes progress on anybody's work."""
+        seen = self._progress()
+        while True:
+            try:
+                return self._port.run(wait)
+            except DeviceTimeout:
+                before, seen = seen, self._progress()
+                if seen == before:
+                    raise
+
+    def _progress(self) -> tuple[int, ...]:
+        """What moves as long as the device works: descriptors completed, lines taken by each unit."""
+        device, channels = self._read_counters()
+        jobs = int(column(DEVICE_COUNTERS, "jobs", device.data)[0])
+        return jobs, *map(int, column(CHANNEL_COUNTERS, "unit_lines", channels.data))
+
+    def _read_counters(self) -> list[ReadResult]:
+        """The device's counters, and those of every memory slice."""
+        return self._port.run([Read(self._counters), Read(self._channels)])
 
     def _doorbell_line(self, tail: int) -> npt.NDArray[np.uint8]:
         line = np.zeros((1, LINE_BYTES), np.uint8)
         column(DOORBELL, "tail", line)[:] = tail & _INDEX_MASK
         return line
 
-    def _completions_of(self, results: list[ReadResult], indices: npt.NDArray[np.uint64]) -> Completions:
-        """Completions from three reads per chunk: the counters before, the counters after, the records."""
-        cycles = 0
-        for before, after in zip(results[0::3], results[1::3], strict=True):
-            cycles += int(column(DEVICE_COUNTERS, "cycles", after.data)[0])
-            cycles -= int(column(DEVICE_COUNTERS, "cycles", before.data)[0])
-        records = np.concatenate([result.data for result in results[2::3]])
+    def _completions_of(self, chunks: list[_Chunk], indices: npt.NDArray[np.uint64]) -> Completions:
+        records = np.concatenate([chunk.records for chunk in chunks])
         tags = column(COMPLETION, "tag", records)
         lap = indices // np.uint64(self._config.ring_slots) % np.uint64(2)
         stale = (records[:, _PHASE_BYTE] & 1) != 1 - lap
@@ -184,5 +232,17 @@ class CommandRing:
             job_cycles=column(COMPLETION, "cycles", records),
             lines=column(COMPLETION, "lines", records),
             passes=column(COMPLETION, "passes", records),
-            cycles=cycles,
+            cycles=sum(chunk.cycles for chunk in chunks),
         )
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What a batch, or the part of it that fills the ring once, came to."""
+
+    cycles: int
+    records: npt.NDArray[np.uint8]
+
+
+def _cycles_of(counters: ReadResult) -> int:
+    return int(column(DEVICE_COUNTERS, "cycles", counters.data)[0])

@@ -1,6 +1,6 @@
 """The check of everything that a descriptor's own line tells."""
 
-from amaranth.hdl import Cat, Module, Signal
+from amaranth.hdl import Cat, Const, Module, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -20,42 +20,48 @@ from ..abi.descriptor import (
 )
 from ..abi.formats import QUERY_FORMATS, OutputForm
 from ..abi.lines import LINE_SHIFT
-from ..interfaces import ReadRequest
+from ..interfaces import LINE_ADDRESS_BITS
 from ..structs import layout_of
-from .records import Checked, Posted
+from .records import Checked, Posted, WalkRead
 
 _EXPONENT = slice(23, 31)  # of a float32
 
 
 class Check(wiring.Component):
-    """Judges descriptors one after the other, in the order of the `Status` codes up to BAD_ADDRESS.
+    """Judges descriptors one after the other, in the order of the `Status` codes up to BAD_ADDRESS; NO_UNITS
+    comes after BAD_FLAGS.
 
     Parameters
     ----------
     capacity_lines : lines of the device's memory, a power of two.
+    units : attention units; without any, every attention job is refused.
 
     Members
     -------
     i : In(stream(Posted)) : descriptors.
-    tables : Out(stream(ReadRequest)) : for every good attention job the read of its table's header.
+    tables : Out(stream(WalkRead)) : for every good attention job the read of its table's header.
     o : Out(stream(Checked)) : every descriptor; a status other than OK ends it.
     idle : In(1) : no descriptor that went out is still unfinished.
 
     A claim and a NOP go out when everything before them is finished, and what follows waits for their end: a
-    job sees the extents as its place in the ring says. Latency is 3 cycles, throughput one descriptor in 4
-    cycles.
+    job sees the extents as its place in the ring says. Latency is 1 cycle, throughput one descriptor in
+    `interval_cycles`, a claim or NOP in one more.
     """
 
-    latency_cycles = 3
+    latency_cycles = 1
+    interval_cycles = 2
 
-    def __init__(self, *, capacity_lines):
+    def __init__(self, *, capacity_lines, units):
         if capacity_lines < 1 or capacity_lines & (capacity_lines - 1):
             raise ValueError(f"capacity_lines must be a power of two, not {capacity_lines!r}")
+        if not isinstance(units, int) or units < 0:
+            raise ValueError(f"units must be a non-negative integer, not {units!r}")
         self.capacity_lines = capacity_lines
+        self.units = units
         super().__init__(
             {
                 "i": In(stream.Signature(Posted)),
-                "tables": Out(stream.Signature(ReadRequest)),
+                "tables": Out(stream.Signature(WalkRead)),
                 "o": Out(stream.Signature(Checked)),
                 "idle": In(1),
             }
@@ -70,6 +76,7 @@ class Check(wiring.Component):
             Status.BAD_VERSION: attend.version != DESCRIPTOR_VERSION,
             Status.BAD_OPCODE: ~_among(attend.opcode, Opcode),
             Status.BAD_FLAGS: self._bad_flags(attend),
+            Status.NO_UNITS: is_attend if self.units == 0 else Const(0),
             Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend),
             Status.BAD_FORMAT: is_attend & _bad_format(attend),
             Status.BAD_FACTOR: is_attend & attend.score_factor[_EXPONENT].all(),
@@ -77,14 +84,23 @@ class Check(wiring.Component):
         }
         found = Signal(len(faults))
         status = Signal(Status)
-        attends, claims = Signal(), Signal()
+        is_job, is_claim = Signal(), Signal()
+        table_line = Signal(LINE_ADDRESS_BITS, reset_less=True)
+        good, attends, fence = Signal(), Signal(), Signal()
         sent, asked = Signal(), Signal()
-        fence = ~attends & (status == Status.OK)
+        m.d.comb += [
+            good.eq(~found.any()),
+            attends.eq(is_job & good),
+            fence.eq(~is_job & good),
+        ]
+        for n, fault in reversed(list(enumerate(faults))):
+            with m.If(found[n]):
+                m.d.comb += status.eq(fault)
 
         ticket, job, extents = self.o.payload.ticket, self.o.payload.job, self.o.payload.claim
         m.d.comb += [
             self.o.payload.attends.eq(attends),
-            self.o.payload.claims.eq(claims),
+            self.o.payload.claims.eq(is_claim & good),
             ticket.tenant.eq(self.i.payload.tenant),
             ticket.index.eq(self.i.payload.index),
             ticket.fetched.eq(self.i.payload.fetched),
@@ -96,7 +112,8 @@ class Check(wiring.Component):
             extents.tenant.eq(self.i.payload.tenant),
             extents.first_extent.eq(claim.first_extent),
             extents.extent_count.eq(claim.extent_count),
-            self.tables.payload.line.eq(job.table_line),
+            self.tables.payload.line.eq(table_line),
+            self.tables.payload.last.eq(1),
             self.tables.payload.tenant.eq(self.i.payload.tenant),
         ]
         for name in ("table", "queries", "result", "sinks"):
@@ -111,39 +128,32 @@ class Check(wiring.Component):
             with m.State("TEST"):
                 m.d.sync += [
                     found.eq(Cat(faults.values())),
-                    attends.eq(is_attend),
-                    claims.eq(attend.opcode == Opcode.CLAIM_EXTENTS),
+                    is_job.eq(is_attend),
+                    is_claim.eq(attend.opcode == Opcode.CLAIM_EXTENTS),
+                    table_line.eq(attend.table >> LINE_SHIFT),
                     sent.eq(0),
+                    asked.eq(0),
                 ]
                 with m.If(self.i.valid):
-                    m.next = "JUDGE"
-            with m.State("JUDGE"):
-                m.d.sync += status.eq(Status.OK)
-                for n, fault in reversed(list(enumerate(faults))):
-                    with m.If(found[n]):
-                        m.d.sync += status.eq(fault)
-                m.d.sync += [
-                    attends.eq(attends & ~found.any()),
-                    claims.eq(claims & ~found.any()),
-                    asked.eq(~(attends & ~found.any())),
-                ]
-                m.next = "SEND"
+                    m.next = "SEND"
             with m.State("SEND"):
                 m.d.comb += [
-                    self.tables.valid.eq(~asked),
+                    self.tables.valid.eq(attends & ~asked),
                     self.o.valid.eq(~sent & (self.idle | ~fence)),
                 ]
-                with m.If(self.tables.valid & self.tables.ready):
+                with m.If(self.tables.ready):
                     m.d.sync += asked.eq(1)
                 with m.If(self.o.valid & self.o.ready):
                     m.d.sync += sent.eq(1)
-                with m.If((asked | self.tables.ready) & self.o.valid & self.o.ready):
-                    m.next = "TAKE"
-                with m.If((asked | self.tables.ready) & sent):
-                    m.next = "TAKE"
-            with m.State("TAKE"):
+                with m.If((asked | ~attends | self.tables.ready) & (sent | (self.o.valid & self.o.ready))):
+                    with m.If(fence):
+                        m.next = "FENCE"
+                    with m.Else():
+                        m.d.comb += self.i.ready.eq(1)
+                        m.next = "TEST"
+            with m.State("FENCE"):
                 # By now `idle` tells of what just went out.
-                with m.If(self.idle | ~fence):
+                with m.If(self.idle):
                     m.d.comb += self.i.ready.eq(1)
                     m.next = "TEST"
         return m

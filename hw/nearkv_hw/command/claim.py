@@ -17,30 +17,30 @@ class Claimer(wiring.Component):
 
     Parameters
     ----------
-    channels : device channels, a power of two; consecutive extents lie in consecutive channels.
+    slices : slices of the memory, a power of two; consecutive extents lie in consecutive slices.
     extents : extents of the device.
 
     Members
     -------
     i : In(stream(Claim)) : claims.
-    owners : Out(OwnerPort).array(channels) : the channels' owner tables.
+    owners : Out(OwnerPort).array(slices) : the slices' owner tables.
     o : Out(stream(CLAIM_END)) : how it ended; for EXTENT_TAKEN `detail` is the first extent of another
         tenant.
 
     One extent per cycle at best, in each of two rounds. What the tenant owns already counts as free.
     """
 
-    def __init__(self, *, channels, extents):
-        if channels < 1 or channels & (channels - 1):
-            raise ValueError(f"channels must be a power of two, not {channels!r}")
-        if extents < channels:
-            raise ValueError(f"extents must be at least {channels}, not {extents!r}")
-        self.channels = channels
+    def __init__(self, *, slices, extents):
+        if slices < 1 or slices & (slices - 1):
+            raise ValueError(f"slices must be a power of two, not {slices!r}")
+        if extents < slices:
+            raise ValueError(f"extents must be at least {slices}, not {extents!r}")
+        self.slices = slices
         self.extents = extents
         super().__init__(
             {
                 "i": In(stream.Signature(Claim)),
-                "owners": Out(OwnerPort()).array(channels),
+                "owners": Out(OwnerPort()).array(slices),
                 "o": Out(stream.Signature(CLAIM_END)),
             }
         )
@@ -55,7 +55,7 @@ class Claimer(wiring.Component):
         result = Signal(CLAIM_END, reset_less=True)
         asking, asks, answers = Signal(), Signal(), Signal()
         foreign = Signal()
-        shift = self.channels.bit_length() - 1
+        shift = self.slices.bit_length() - 1
 
         m.d.comb += asking.eq(running & (asked != end))
         for n, owner in enumerate(self.owners):

@@ -26,9 +26,9 @@ class Completer(wiring.Component):
     o : Out(stream(Completed)) : the records.
     retired : Out(1) : a record was taken.
 
-    A record's status is the first fault of its passes in order; within a pass queries come before page-table
-    entries and these before pages and results. Latency is 1 cycle after the last pass, throughput one pass
-    per cycle.
+    A record's status is the first fault of its passes in order; within a pass queries come first, then pages,
+    page-table entries, and results. As a pass streams no page behind the first entry at fault, this is the
+    lowest page at fault. Latency is 1 cycle after the last pass, throughput one pass per cycle.
     """
 
     latency_cycles = 1
@@ -57,6 +57,9 @@ class Completer(wiring.Component):
         cycles = Signal(32, reset_less=True)
         record = data.View(layout_of(COMPLETION), self.o.payload.record)
         parts = (self.query_outcomes, self.page_outcomes, self.passes)
+        streamed = self.passes.payload
+        page_fault = Signal()
+        m.d.comb += page_fault.eq((streamed.status != Status.OK) & (streamed.status != Status.RESULT_DENIED))
         together = Signal()
         m.d.comb += [
             together.eq(parts[0].valid & parts[1].valid & parts[2].valid),
@@ -90,9 +93,15 @@ class Completer(wiring.Component):
                     m.d.comb += [part.ready.eq(1) for part in parts]
                     m.d.sync += [left.eq(left - 1), lines.eq(lines + self.passes.payload.lines)]
                     with m.If(status == Status.OK):
-                        for part in reversed(parts):
-                            with m.If(part.payload.status != Status.OK):
-                                m.d.sync += [status.eq(part.payload.status), detail.eq(part.payload.page)]
+                        ranked = [
+                            (self.query_outcomes.payload, self.query_outcomes.payload.status != Status.OK),
+                            (streamed, page_fault),
+                            (self.page_outcomes.payload, self.page_outcomes.payload.status != Status.OK),
+                            (streamed, 1),
+                        ]
+                        for told, holds in reversed(ranked):
+                            with m.If(holds):
+                                m.d.sync += [status.eq(told.status), detail.eq(told.page)]
                     with m.If(left == 1):
                         m.next = "SEND"
             with m.State("SEND"):

@@ -1,6 +1,6 @@
 """Page-table entries into rows to stream."""
 
-from amaranth.hdl import Module, Mux, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -8,14 +8,16 @@ from ..abi.config import EXTENT_SHIFT
 from ..abi.descriptor import Status
 from ..abi.lines import LINE_SHIFT
 from ..abi.memory import ENTRIES_PER_LINE, ENTRY
-from ..common.fork import Fork
-from ..interfaces import PAGE_BITS, PageItem, ReadResponse
+from ..common.buffer import Buffer
+from ..interfaces import PAGE_BITS, PageItem
 from ..structs import layout_of
 from .queries import line_status
-from .records import Outcome, PageWork
+from .reader import RunIssue
+from .records import Outcome, PageWork, Run, WalkLine, WalkRead
 
 _ENTRIES_SHIFT = ENTRIES_PER_LINE.bit_length() - 1
 _EXTENT_LINES_SHIFT = EXTENT_SHIFT - LINE_SHIFT
+_AHEAD_BITS = 9  # as many lines as a reader may have under way
 
 TOKEN = data.StructLayout(
     {
@@ -30,42 +32,54 @@ TOKEN = data.StructLayout(
 
 
 class PageFeed(wiring.Component):
-    """Walks the page-table entries of each pass and hands every page to the unit of its channel.
+    """Walks the page-table entries of each pass and hands every page to the unit of its memory slice.
 
     Parameters
     ----------
-    channels : channels, each with one unit; a power of two.
+    units : attention units, one per slice of the memory; a power of two.
     capacity_lines : lines of the device's memory, a power of two.
+    pages_ahead : pages that may wait for each unit, at least 2.
 
     Members
     -------
     i : In(stream(PageWork)) : the passes.
-    lines : In(stream(ReadResponse)) : the lines with their entries, in order.
-    o : Out(stream(PageItem)).array(channels) : pages, and at the end of every pass `last` for every unit.
+    runs : In(stream(Run)) : the lines with the entries of the same passes.
+    reads : Out(stream(WalkRead)), lines : In(stream(WalkLine)) : reads of these lines, answered in order.
+    o : Out(stream(PageItem)).array(units) : pages, and at the end of every pass `last` for every unit.
     outcomes : Out(stream(Outcome)) : one per pass: OK, DENIED or POISON of a line of entries, or BAD_PAGE
-        with the page; pages after the first fault of a pass are not streamed.
+        with the page.
 
-    Latency is 3 cycles from line to page, throughput one entry per cycle with two cycles between passes.
+    A pass ends with its first fault: no later page is streamed, no more lines are read than those under way
+    and one more, and these are dropped. Whatever the table says of its length, a fault ends the walk in a
+    few cycles.
+
+    Latency is `latency_cycles` from line to page, throughput one entry per cycle with two cycles between
+    passes.
     """
 
-    latency_cycles = 3
+    latency_cycles = 1 + Buffer.latency_cycles
 
-    def __init__(self, *, channels, capacity_lines):
-        for name, value in (("channels", channels), ("capacity_lines", capacity_lines)):
+    def __init__(self, *, units, capacity_lines, pages_ahead):
+        for name, value in (("units", units), ("capacity_lines", capacity_lines)):
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, not {value!r}")
-        if capacity_lines < channels << _EXTENT_LINES_SHIFT:
+        if capacity_lines < units << _EXTENT_LINES_SHIFT:
             raise ValueError(
-                f"capacity_lines must be at least {channels << _EXTENT_LINES_SHIFT}, an extent per channel, "
+                f"capacity_lines must be at least {units << _EXTENT_LINES_SHIFT}, an extent per slice, "
                 f"not {capacity_lines!r}"
             )
-        self.channels = channels
+        if not isinstance(pages_ahead, int) or pages_ahead < 2:
+            raise ValueError(f"pages_ahead must be an integer of at least 2, not {pages_ahead!r}")
+        self.units = units
         self.capacity_lines = capacity_lines
+        self.pages_ahead = pages_ahead
         super().__init__(
             {
                 "i": In(stream.Signature(PageWork)),
-                "lines": In(stream.Signature(ReadResponse)),
-                "o": Out(stream.Signature(PageItem)).array(channels),
+                "runs": In(stream.Signature(Run)),
+                "reads": Out(stream.Signature(WalkRead)),
+                "lines": In(stream.Signature(WalkLine)),
+                "o": Out(stream.Signature(PageItem)).array(units),
                 "outcomes": Out(stream.Signature(Outcome)),
             }
         )
@@ -73,15 +87,30 @@ class PageFeed(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         token = Signal(TOKEN, reset_less=True)
-        full = Signal()
-        free = Signal()
-        self._entries(m, token, full, free)
-        self._place(m, token, full, free)
+        full, free = Signal(), Signal()
+        failure = Signal(Outcome)  # of the pass whose tokens are placed
+        failed = Signal()  # the pass that is walked
+        dropping = Signal()
+        m.d.comb += failed.eq((failure.status != Status.OK) & ~(full & token.end))
+        self._read(m, dropping)
+        self._walk(m, token, full, free, failed, dropping)
+        self._place(m, token, full, free, failure)
         return m
 
-    def _entries(self, m, token, full, free):
+    def _read(self, m, dropping):
+        """Asks for the lines of entries, and stops when the pass whose lines are dropped asks for more."""
+        m.submodules.issue = issue = RunIssue()
+        wiring.connect(m, wiring.flipped(self.runs), issue.i)
+        wiring.connect(m, issue.o, wiring.flipped(self.reads))
+        ahead = Signal(_AHEAD_BITS)  # passes whose last line was asked for and has not come
+        asked = self.reads.valid & self.reads.ready & self.reads.payload.last
+        come = self.lines.valid & self.lines.ready & self.lines.payload.last
+        m.d.sync += ahead.eq(ahead + asked - come)
+        m.d.comb += issue.stop.eq(dropping & (ahead == 0))
+
+    def _walk(self, m, token, full, free, failed, dropping):
         """Takes lines apart: one token per page, and one at the end of the pass."""
-        work = self.i.payload
+        work, line = self.i.payload, self.lines.payload
         page = Signal(PAGE_BITS, reset_less=True)
         is_last = page == work.last_page
         with m.If(free):
@@ -95,42 +124,50 @@ class PageFeed(wiring.Component):
                         m.next = "END"
             with m.State("WALK"):
                 within = page[:_ENTRIES_SHIFT]
-                m.d.comb += self.lines.ready.eq(free & (within.all() | is_last))
-                with m.If(free & self.lines.valid):
+                with m.If(failed):
+                    m.next = "DROP"
+                with m.Elif(free & self.lines.valid):
+                    m.d.comb += self.lines.ready.eq(within.all() | is_last)
                     m.d.sync += [
                         full.eq(1),
                         token.end.eq(0),
                         token.first.eq(page == work.first_page),
                         token.last.eq(is_last),
                         token.page.eq(page),
-                        token.status.eq(line_status(self.lines.payload.fault)),
-                        token.entry.eq(self.lines.payload.data.word_select(within, ENTRY.width)),
+                        token.status.eq(line_status(line.fault)),
+                        token.entry.eq(line.data.word_select(within, ENTRY.width)),
                         page.eq(page + 1),
                     ]
                     with m.If(is_last):
                         m.next = "END"
+            with m.State("DROP"):
+                m.d.comb += [dropping.eq(1), self.lines.ready.eq(1)]
+                with m.If(self.lines.valid & line.last):
+                    m.next = "END"
             with m.State("END"):
                 with m.If(free):
                     m.d.sync += [full.eq(1), token.end.eq(1)]
                     m.d.comb += self.i.ready.eq(1)
                     m.next = "START"
 
-    def _place(self, m, token, full, free):
+    def _place(self, m, token, full, free, failure):
         """Checks an entry and sends its page to its unit.
 
         A page's token leaves before the end of its pass arrives, so that `i` still tells of its pass.
         """
         work, entry = self.i.payload, token.entry
-        m.submodules.fork = fork = Fork(shape=PageItem, outputs=self.channels)
-        for out, item in zip(self.o, fork.o, strict=True):
-            wiring.connect(m, item, wiring.flipped(out))
-        item, to = fork.i.payload.payload, fork.i.payload.to
+        item, to = Signal(PageItem), Signal(self.units)
+        emits, room = Signal(), Signal()
+        blocked = []
+        for n, out in enumerate(self.o):
+            pages = m.submodules[f"pages{n}"] = Buffer(shape=PageItem, depth=self.pages_ahead)
+            m.d.comb += [pages.i.payload.eq(item), pages.i.valid.eq(emits & room & to[n])]
+            blocked.append(to[n] & ~pages.i.ready)
+            wiring.connect(m, pages.o, wiring.flipped(out))
 
-        failure = Signal(Outcome)
         outcome = Signal(Outcome, reset_less=True)
         told = Signal(init=1)  # the last pass's outcome is delivered
         status = Signal(Status)
-        emits = Signal()
         m.d.comb += [
             self.outcomes.valid.eq(~told),
             self.outcomes.payload.eq(outcome),
@@ -139,8 +176,8 @@ class PageFeed(wiring.Component):
             m.d.sync += told.eq(1)
 
         within = entry.line[:_EXTENT_LINES_SHIFT]
-        channel_bits = self.channels.bit_length() - 1
-        channel = entry.line[_EXTENT_LINES_SHIFT:][:channel_bits]
+        unit_bits = self.units.bit_length() - 1
+        unit = entry.line[_EXTENT_LINES_SHIFT:][:unit_bits]
         bad = (
             ~entry.valid
             | (entry.as_value() & ENTRY.reserved_mask()).any()
@@ -160,9 +197,9 @@ class PageFeed(wiring.Component):
             item.page.eq(token.page),
             item.rows.eq(Mux(token.last, work.last_end, work.page_rows) - first_row),
             emits.eq(full & (token.end | (status == Status.OK))),
-            fork.i.valid.eq(emits & (~token.end | told)),
+            room.eq(~Cat(blocked).any() & (~token.end | told)),
             # What is dropped waits, too: the line's next entry must not hang on the check of this one.
-            free.eq(~full | (fork.i.ready & (~token.end | told))),
+            free.eq(~full | room),
         ]
         for line, offset in (
             (item.k_line, Mux(token.first, work.k_first, 0)),
@@ -170,9 +207,9 @@ class PageFeed(wiring.Component):
         ):
             m.d.comb += [
                 line[:_EXTENT_LINES_SHIFT].eq(within + offset),
-                line[_EXTENT_LINES_SHIFT:].eq(entry.line[_EXTENT_LINES_SHIFT + channel_bits :]),
+                line[_EXTENT_LINES_SHIFT:].eq(entry.line[_EXTENT_LINES_SHIFT + unit_bits :]),
             ]
-        m.d.comb += to.eq(Mux(token.end, (1 << self.channels) - 1, 1 << channel))
+        m.d.comb += to.eq(Mux(token.end, (1 << self.units) - 1, 1 << unit))
         with m.If(full & free):
             with m.If(token.end):
                 m.d.sync += [failure.eq(0), outcome.eq(failure), told.eq(0)]

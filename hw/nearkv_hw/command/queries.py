@@ -8,8 +8,8 @@ from ..abi.config import QUERY_CHOICES
 from ..abi.descriptor import Status
 from ..abi.lines import LINE_BITS
 from ..common.fork import Fork
-from ..interfaces import Fault, QueryLine, ReadResponse
-from .records import Outcome, QueryWork
+from ..interfaces import Fault, QueryLine
+from .records import Outcome, QueryWork, WalkLine
 
 _SINK_BITS = 32
 
@@ -25,7 +25,7 @@ class QueryFeed(wiring.Component):
     Members
     -------
     i : In(stream(QueryWork)) : the passes.
-    lines : In(stream(ReadResponse)) : their lines, in order: queries, then the line with the sinks.
+    lines : In(stream(WalkLine)) : their lines, in order: queries, then the line with the sinks.
     o : Out(stream(QueryLine)).array(units)
     outcomes : Out(stream(Outcome)) : one per pass: OK, DENIED or POISON; lines at fault are handed on too.
 
@@ -44,7 +44,7 @@ class QueryFeed(wiring.Component):
         super().__init__(
             {
                 "i": In(stream.Signature(QueryWork)),
-                "lines": In(stream.Signature(ReadResponse)),
+                "lines": In(stream.Signature(WalkLine)),
                 "o": Out(stream.Signature(QueryLine)).array(units),
                 "outcomes": Out(stream.Signature(Outcome)),
             }

@@ -1,7 +1,7 @@
 """What travels between the blocks of the command path.
 
-A descriptor becomes a `Posted` line, a `Checked` one, and then a `Ticket` (for the completion record) and,
-when it is a good attention job, a `Job`, which is split into passes.
+A descriptor becomes a `Posted` line, a `Checked` one, a `Planned` one, and then a `Ticket` (for the
+completion record) and, when it is a good attention job, a `Plan`, which is split into passes.
 """
 
 from amaranth.lib import data
@@ -9,7 +9,7 @@ from amaranth.lib import data
 from ..abi.descriptor import CLAIM, Status
 from ..abi.formats import OutputForm
 from ..abi.lines import LINE_BITS
-from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, TENANT_BITS
+from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, TENANT_BITS, Fault
 
 PASSES_BITS = 8
 """Passes of a job: at most `MAX_GROUP`, when a unit keeps one query."""
@@ -37,7 +37,6 @@ class Job(data.Struct):
     sinks_line: LINE_ADDRESS_BITS
     row_begin: 32
     row_end: 32
-    entry_lines: 30  # lines of one head's entries; known once the table's header is
     score_factor: 32
     head_dim: 10
     value_dim: 10
@@ -81,6 +80,58 @@ class Checked(data.Struct):
     claim: Claim
 
 
+class PageWork(data.Struct):
+    """How the entries of a pass become page items. Offsets are lines from the page's first."""
+
+    empty: 1  # no row is visible
+    first_page: PAGE_BITS
+    last_page: PAGE_BITS
+    first_begin: 14  # first visible row of the first page
+    last_end: 14  # the row after the last visible one of the last page
+    page_rows: 14
+    page_lines: 18
+    v_offset: 17  # first V row of a page
+    k_first: 17  # first visible K row of the first page
+    v_first: 18  # first visible V row of the first page
+
+
+class Plan(data.Struct):
+    """An attention job worked out: what its passes need. Addresses are lines of the device."""
+
+    tenant: TENANT_BITS
+    queries_line: LINE_ADDRESS_BITS
+    result_line: LINE_ADDRESS_BITS
+    sinks_line: LINE_ADDRESS_BITS
+    entry_base: LINE_ADDRESS_BITS + 1  # the line with the first page's entry, were it of KV head 0
+    entry_lines: 30  # lines of one head's entries; known once the table's header is
+    kv_head: 11
+    score_factor: 32
+    head_dim: 10
+    value_dim: 10
+    group: 8
+    k_lines: 4  # lines of a K row and of a query
+    result_lines: 8  # lines of one query head's result
+    k_format: 4
+    v_format: 4
+    query_format: 2
+    form: OutputForm
+    sinks: 1
+    work: PageWork
+
+
+class Planned(data.Struct):
+    """A descriptor as `Checked`, its job worked out: `plan` or `claim` is meant by `attends` or `claims`."""
+
+    ticket: Ticket
+    attends: 1
+    claims: 1
+    row_end: 32
+    last_page: 32
+    bad_rows: 1  # the rows are reversed, or more than a context may have
+    plan: Plan
+    claim: Claim
+
+
 class Outcome(data.Struct):
     """How one part of the walker's work for a pass ended."""
 
@@ -115,16 +166,17 @@ class QueryWork(data.Struct):
     sink_slot: 4  # which float32 of the sink line is the pass's first
 
 
-class PageWork(data.Struct):
-    """How the entries of a pass become page items. Offsets are lines from the page's first."""
+class WalkRead(data.Struct):
+    """A line that the walker wants to read."""
 
-    empty: 1  # no row is visible
-    first_page: PAGE_BITS
-    last_page: PAGE_BITS
-    first_begin: 14  # first visible row of the first page
-    last_end: 14  # the row after the last visible one of the last page
-    page_rows: 14
-    page_lines: 18
-    v_offset: 17  # first V row of a page
-    k_first: 17  # first visible K row of the first page
-    v_first: 18  # first visible V row of the first page
+    line: LINE_ADDRESS_BITS
+    tenant: TENANT_BITS
+    last: 1  # of its run; comes back with the line
+
+
+class WalkLine(data.Struct):
+    """A line that the walker wanted; data is zero when there is a fault other than poison."""
+
+    data: LINE_BITS
+    fault: Fault
+    last: 1

@@ -18,6 +18,10 @@ from ..abi.window import (
     LINK_COUNTERS,
     LINK_COUNTERS_LINE,
     MAGIC,
+    MEMORY_COUNTERS,
+    MEMORY_COUNTERS_LINE,
+    QUEUE_COUNTERS,
+    QUEUE_COUNTERS_LINE,
     RING,
     RING_LINE,
 )
@@ -25,7 +29,7 @@ from ..interfaces import TENANT_BITS
 from ..structs import layout_of
 
 REGISTER_BITS = 6
-"""Register lines that can be told apart: the last channel's counters are below 64."""
+"""Register lines that can be told apart: the last slice's counters are below 64."""
 
 
 class Registers(wiring.Component):
@@ -40,7 +44,9 @@ class Registers(wiring.Component):
     read : In(1), line : In(6), aperture : In(3) : a read; a line that holds nothing reads as zero.
     data : Out(LINE_BITS) : its data, from the next cycle on until the next read.
     device : In(DEVICE_COUNTERS), link : In(LINK_COUNTERS) : counters of the device and its link.
-    channels : In(CHANNEL_COUNTERS).array(channels) : counters of each channel.
+    channels : In(CHANNEL_COUNTERS).array(slices) : counters of each slice of the memory.
+    memories : In(MEMORY_COUNTERS).array(slices), queues : In(QUEUE_COUNTERS).array(slices) : counters of what
+        is behind each slice.
     rings : In(RING).array(apertures) : state of each aperture's ring.
 
     A line is read in one cycle, so that its counters belong together.
@@ -60,7 +66,9 @@ class Registers(wiring.Component):
                 "data": Out(LINE_BITS),
                 "device": In(layout_of(DEVICE_COUNTERS)),
                 "link": In(layout_of(LINK_COUNTERS)),
-                "channels": In(layout_of(CHANNEL_COUNTERS)).array(config.channels),
+                "channels": In(layout_of(CHANNEL_COUNTERS)).array(config.slices),
+                "memories": In(layout_of(MEMORY_COUNTERS)).array(config.slices),
+                "queues": In(layout_of(QUEUE_COUNTERS)).array(config.slices),
                 "rings": In(layout_of(RING)).array(config.apertures),
             }
         )
@@ -86,9 +94,14 @@ class Registers(wiring.Component):
                     m.d.sync += held.eq(self.link)
                 with m.Case(RING_LINE):
                     m.d.sync += held.eq(ring)
-                for n, counters in enumerate(self.channels):
-                    with m.Case(CHANNEL_COUNTERS_LINE + n):
-                        m.d.sync += held.eq(counters)
+                for first, slices in (
+                    (CHANNEL_COUNTERS_LINE, self.channels),
+                    (MEMORY_COUNTERS_LINE, self.memories),
+                    (QUEUE_COUNTERS_LINE, self.queues),
+                ):
+                    for n, counters in enumerate(slices):
+                        with m.Case(first + n):
+                            m.d.sync += held.eq(counters)
                 with m.Default():
                     m.d.sync += held.eq(0)
         return m

@@ -6,14 +6,15 @@ from amaranth.lib.wiring import In, Out
 
 from ..abi import DeviceConfig
 from ..abi.lines import LINE_BYTES
+from ..common.buffer import Buffer
 from ..common.fork import Fork
-from ..common.queue import Queue
-from ..interfaces import FabricPort, OwnerPort, PageItem, QueryLine, ResultJob, UnitJob
+from ..interfaces import FabricPort, OwnerPort, PageItem, QueryLine, ResultJob, Snoop, UnitJob
 from .admit import Admit
 from .check import Check
 from .claim import Claimer
 from .pages import PageFeed
 from .passes import PASS, Passes
+from .plan import Planner
 from .queries import QueryFeed
 from .reader import LineReader, RunIssue
 from .records import Outcome, Posted, Ticket
@@ -22,8 +23,8 @@ HEADERS, ENTRIES, QUERIES = range(3)
 """Clients of the walker's reader; the first goes first."""
 READER_DEPTHS = (4, 8, 16)
 """Lines that each may have under way: headers of the next jobs, 64 pages, the queries of a pass."""
-DESCRIPTORS_AHEAD = 4
-"""Descriptors that are checked while the first one waits for its header."""
+TABLE_LINES = 128
+"""Lines of page tables on chip: all of a small model's decode step; of long contexts, what came last."""
 PASSES_AHEAD = 4
 """Passes that may stand between the walker and a unit."""
 PAGES_AHEAD = 8
@@ -36,42 +37,68 @@ class Walker(wiring.Component):
 
     Parameters
     ----------
-    config : what the device is made of.
+    config : what the device is made of. Without units there are no ports for them, and no job is taken.
 
     Members
     -------
     descriptors : In(stream(Posted)) : descriptors, of all tenants.
     fabric : Out(FabricPort) : reads of headers, page tables, queries and sinks.
-    owners : Out(OwnerPort).array(channels) : the channels' owner tables, for claims.
-    jobs, queries, pages : Out(stream(UnitJob | QueryLine | PageItem)).array(channels) : for each unit.
+    owners : Out(OwnerPort).array(slices) : the slices' owner tables, for claims.
+    jobs, queries, pages : Out(stream(UnitJob | QueryLine | PageItem)).array(units) : for each unit.
     results : Out(stream(ResultJob)) : for the results side.
     tickets : Out(stream(Ticket)), query_outcomes, page_outcomes : Out(stream(Outcome)) : for the completer, a
         ticket per descriptor, outcomes per pass.
     retired : In(1) : a completion record was written.
+    judged : Out(1) : a descriptor, and its table's header where it has one, was checked.
+    snoops : In(Snoop).array(slices) : the writes of each slice as the fabric lines them up, so that the lines
+        of page tables that are kept on chip are the memory's, see `LineCache`.
+    flush : In(1) : forget all of them.
+    table_hits, table_misses : Out(64) : lines of page tables found on chip, and read from memory.
 
     Everything comes in the order of the descriptors. The walker runs ahead of the units until their streams
     hold it up. Whatever a descriptor holds, each of its passes is sent whole: a job, its query lines, `last`
     to every unit.
+
+    From a descriptor to its first page are `first_page_cycles` when header and entries are on chip; each that
+    is not adds the fabric's time and `miss_cycles`.
     """
+
+    first_page_cycles = (
+        Check.latency_cycles
+        + max(LineReader.hit_latency_cycles, Planner.latency_cycles)
+        + Admit.latency_cycles
+        + Passes.latency_cycles
+        + Fork.latency_cycles
+        + Buffer.latency_cycles
+        + RunIssue.latency_cycles
+        + LineReader.hit_latency_cycles
+        + PageFeed.latency_cycles
+    )
+    miss_cycles = LineReader.request_cycles + LineReader.answer_cycles - LineReader.hit_latency_cycles
 
     def __init__(self, *, config):
         if not isinstance(config, DeviceConfig):
             raise TypeError(f"config must be a DeviceConfig, not {config!r}")
         self.config = config
-        channels = config.channels
+        units, slices = config.units, config.slices
         super().__init__(
             {
                 "descriptors": In(stream.Signature(Posted)),
                 "fabric": Out(FabricPort()),
-                "owners": Out(OwnerPort()).array(channels),
-                "jobs": Out(stream.Signature(UnitJob)).array(channels),
-                "queries": Out(stream.Signature(QueryLine)).array(channels),
-                "pages": Out(stream.Signature(PageItem)).array(channels),
+                "owners": Out(OwnerPort()).array(slices),
+                "jobs": Out(stream.Signature(UnitJob)).array(units),
+                "queries": Out(stream.Signature(QueryLine)).array(units),
+                "pages": Out(stream.Signature(PageItem)).array(units),
                 "results": Out(stream.Signature(ResultJob)),
                 "tickets": Out(stream.Signature(Ticket)),
                 "query_outcomes": Out(stream.Signature(Outcome)),
                 "page_outcomes": Out(stream.Signature(Outcome)),
                 "retired": In(1),
+                "judged": Out(1),
+                "snoops": In(Snoop).array(slices),
+                "flush": In(1),
+                "table_hits": Out(64),
+                "table_misses": Out(64),
             }
         )
 
@@ -79,49 +106,69 @@ class Walker(wiring.Component):
         m = Module()
         config = self.config
         capacity_lines = config.capacity_bytes // LINE_BYTES
-        m.submodules.check = check = Check(capacity_lines=capacity_lines)
+        m.submodules.check = check = Check(capacity_lines=capacity_lines, units=config.units)
+        m.submodules.planner = planner = Planner()
         m.submodules.admit = admit = Admit(queries=config.queries)
-        m.submodules.claimer = claimer = Claimer(channels=config.channels, extents=config.extents)
-        m.submodules.passes = passes = Passes(queries=config.queries)
-        m.submodules.reader = reader = LineReader(depths=READER_DEPTHS)
-        m.submodules.query_feed = query_feed = QueryFeed(units=config.channels, queries=config.queries)
-        m.submodules.page_feed = page_feed = PageFeed(channels=config.channels, capacity_lines=capacity_lines)
+        m.submodules.claimer = claimer = Claimer(slices=config.slices, extents=config.extents)
 
         wiring.connect(m, wiring.flipped(self.descriptors), check.i)
-        wiring.connect(m, check.tables, reader.request[HEADERS])
-        self._queued(m, check.o, admit.i, DESCRIPTORS_AHEAD)
-        wiring.connect(m, reader.response[HEADERS], admit.tables)
+        wiring.connect(m, check.o, planner.i)
+        wiring.connect(m, planner.o, admit.i)
         wiring.connect(m, admit.claims, claimer.i)
         wiring.connect(m, claimer.o, admit.claimed)
-        wiring.connect(m, admit.jobs, passes.i)
-        self._queued(m, admit.tickets, wiring.flipped(self.tickets), 2 * PASSES_AHEAD)
-        wiring.connect(m, reader.fabric, wiring.flipped(self.fabric))
+        self._queued(m, admit.tickets, wiring.flipped(self.tickets))
+        m.d.comb += self.judged.eq(admit.tickets.valid & admit.tickets.ready)
         for owner, out in zip(claimer.owners, self.owners, strict=True):
             wiring.connect(m, owner, wiring.flipped(out))
-
-        self._hand_out(m, passes.o, reader, query_feed, page_feed)
-        wiring.connect(m, reader.response[QUERIES], query_feed.lines)
-        wiring.connect(m, reader.response[ENTRIES], page_feed.lines)
-        for n in range(config.channels):
-            wiring.connect(m, query_feed.o[n], wiring.flipped(self.queries[n]))
-            self._queued(m, page_feed.o[n], wiring.flipped(self.pages[n]), PAGES_AHEAD)
-        self._queued(m, query_feed.outcomes, wiring.flipped(self.query_outcomes), 2 * PASSES_AHEAD)
-        self._queued(m, page_feed.outcomes, wiring.flipped(self.page_outcomes), 2 * PASSES_AHEAD)
+        if config.units:
+            self._attend(m, check, admit, capacity_lines)
 
         in_flight = Signal(IN_FLIGHT_BITS)
         m.d.comb += check.idle.eq(in_flight == 0)
         m.d.sync += in_flight.eq(in_flight + (check.o.valid & check.o.ready) - self.retired)
         return m
 
-    def _hand_out(self, m, passes, reader, query_feed, page_feed):
+    def _attend(self, m, check, admit, capacity_lines):
+        """What good attention jobs need."""
+        config = self.config
+        m.submodules.passes = passes = Passes(queries=config.queries)
+        m.submodules.reader = reader = LineReader(
+            depths=READER_DEPTHS, cached=QUERIES, lines=TABLE_LINES, snoops=config.slices
+        )
+        m.submodules.query_feed = query_feed = QueryFeed(units=config.units, queries=config.queries)
+        m.submodules.page_feed = page_feed = PageFeed(
+            units=config.units, capacity_lines=capacity_lines, pages_ahead=PAGES_AHEAD
+        )
+        m.submodules.query_issue = query_issue = RunIssue()
+        wiring.connect(m, check.tables, reader.request[HEADERS])
+        wiring.connect(m, reader.response[HEADERS], admit.tables)
+        wiring.connect(m, admit.jobs, passes.i)
+        wiring.connect(m, reader.fabric, wiring.flipped(self.fabric))
+        wiring.connect(m, query_issue.o, reader.request[QUERIES])
+        wiring.connect(m, reader.response[QUERIES], query_feed.lines)
+        wiring.connect(m, page_feed.reads, reader.request[ENTRIES])
+        wiring.connect(m, reader.response[ENTRIES], page_feed.lines)
+        m.d.comb += [
+            *(own.eq(given) for own, given in zip(reader.snoops, self.snoops, strict=True)),
+            reader.flush.eq(self.flush),
+            self.table_hits.eq(reader.table_hits),
+            self.table_misses.eq(reader.table_misses),
+        ]
+        self._hand_out(m, passes.o, query_issue, query_feed, page_feed)
+        for n in range(config.units):
+            wiring.connect(m, query_feed.o[n], wiring.flipped(self.queries[n]))
+            wiring.connect(m, page_feed.o[n], wiring.flipped(self.pages[n]))
+        self._queued(m, query_feed.outcomes, wiring.flipped(self.query_outcomes))
+        self._queued(m, page_feed.outcomes, wiring.flipped(self.page_outcomes))
+
+    def _hand_out(self, m, passes, query_issue, query_feed, page_feed):
         """Every pass goes to all that have a part in it, each with a queue of its own."""
-        channels = self.config.channels
         parts = [
-            *[("unit", self.jobs[n]) for n in range(channels)],
-            ("result", self.results),
-            ("query_run", None),
+            *(("unit", wiring.flipped(jobs)) for jobs in self.jobs),
+            ("result", wiring.flipped(self.results)),
+            ("query_run", query_issue.i),
             ("query_work", query_feed.i),
-            ("entry_run", None),
+            ("entry_run", page_feed.runs),
             ("page_work", page_feed.i),
         ]
         m.submodules.fork = fork = Fork(shape=PASS, outputs=len(parts))
@@ -131,33 +178,19 @@ class Walker(wiring.Component):
             fork.i.payload.to.eq((1 << len(parts)) - 1),
             passes.ready.eq(fork.i.ready),
         ]
-        issues = {"query_run": QUERIES, "entry_run": ENTRIES}
         for n, ((name, target), out) in enumerate(zip(parts, fork.o, strict=True)):
-            queue = m.submodules[f"{name}_queue{n}"] = Queue(shape=PASS.members[name], depth=PASSES_AHEAD)
+            queue = m.submodules[f"{name}_queue{n}"] = Buffer(shape=PASS.members[name], depth=PASSES_AHEAD)
             m.d.comb += [
                 queue.i.valid.eq(out.valid),
                 queue.i.payload.eq(out.payload[name]),
                 out.ready.eq(queue.i.ready),
             ]
-            if name in issues:
-                issue = m.submodules[f"{name}_issue"] = RunIssue()
-                wiring.connect(m, queue.o, issue.i)
-                wiring.connect(m, issue.o, reader.request[issues[name]])
-            elif name == "unit":
-                # Only the first unit adds the sinks.
-                m.d.comb += [
-                    target.valid.eq(queue.o.valid),
-                    target.payload.eq(queue.o.payload),
-                    queue.o.ready.eq(target.ready),
-                ]
-                if n > 0:
-                    m.d.comb += target.payload.sinks.eq(0)
-            else:
-                is_inner = target is not self.results
-                wiring.connect(m, queue.o, target if is_inner else wiring.flipped(target))
+            if name == "unit" and n > 0:  # only the first unit adds the sinks
+                m.d.comb += queue.i.payload.sinks.eq(0)
+            wiring.connect(m, queue.o, target)
 
-    def _queued(self, m, source, target, depth):
-        queue = Queue(shape=source.payload.shape(), depth=depth)
+    def _queued(self, m, source, target):
+        queue = Buffer(shape=source.payload.shape(), depth=2 * PASSES_AHEAD)
         m.submodules += queue
         wiring.connect(m, source, queue.i)
         wiring.connect(m, queue.o, target)

@@ -16,6 +16,8 @@ from ..abi.window import (
     DOORBELL,
     DOORBELL_OFFSET,
     LINK_COUNTERS,
+    MEMORY_COUNTERS,
+    QUEUE_COUNTERS,
     REGISTERS_OFFSET,
     WINDOW_BYTES,
 )
@@ -52,7 +54,9 @@ class CommandWindow(wiring.Component):
     cycles : Out(64) : the device's cycle counter.
     device : In(DEVICE_COUNTERS) : counters of the endpoint and the violations; what the window counts itself
         (cycles, jobs, errors) is not looked at.
-    link : In(LINK_COUNTERS), channels : In(CHANNEL_COUNTERS).array(channels) : the others' counters.
+    link : In(LINK_COUNTERS) : counters of the link.
+    channels, memories, queues : In(CHANNEL_COUNTERS | MEMORY_COUNTERS | QUEUE_COUNTERS).array(slices) : those
+        of the slices of memory.
 
     A descriptor slot is written with byte enables; its second line is not kept, as version 1 has no use for
     it. A poisoned write fills the line with zeros, which is no good descriptor. A doorbell is refused and
@@ -64,7 +68,7 @@ class CommandWindow(wiring.Component):
     """
 
     latency_cycles = 1
-    post_latency_cycles = 3
+    post_latency_cycles = 2
 
     def __init__(self, *, config):
         if not isinstance(config, DeviceConfig):
@@ -78,7 +82,9 @@ class CommandWindow(wiring.Component):
                 "cycles": Out(64),
                 "device": In(layout_of(DEVICE_COUNTERS)),
                 "link": In(layout_of(LINK_COUNTERS)),
-                "channels": In(layout_of(CHANNEL_COUNTERS)).array(config.channels),
+                "channels": In(layout_of(CHANNEL_COUNTERS)).array(config.slices),
+                "memories": In(layout_of(MEMORY_COUNTERS)).array(config.slices),
+                "queues": In(layout_of(QUEUE_COUNTERS)).array(config.slices),
             }
         )
 
@@ -87,8 +93,9 @@ class CommandWindow(wiring.Component):
         m.submodules.registers = registers = Registers(config=self.config)
         refused, completed, failed = Signal(), Signal(), Signal()
         self._count(m, registers, refused, completed, failed)
-        self._answer(m, registers, refused)
-        self._post(m, registers)
+        rung = Signal(self.config.apertures)  # by a doorbell with new descriptors
+        self._answer(m, registers, refused, rung)
+        self._post(m, registers, rung)
         self._complete(m, registers, completed, failed)
         return m
 
@@ -109,8 +116,9 @@ class CommandWindow(wiring.Component):
             registers.device.errors.eq(errors),
         ]
         m.d.comb += registers.link.eq(self.link)
-        for theirs, given in zip(registers.channels, self.channels, strict=True):
-            m.d.comb += theirs.eq(given)
+        for name in ("channels", "memories", "queues"):
+            for theirs, given in zip(getattr(registers, name), getattr(self, name), strict=True):
+                m.d.comb += theirs.eq(given)
 
     @property
     def _slots(self):
@@ -121,7 +129,7 @@ class CommandWindow(wiring.Component):
         """The address in a ring memory of an aperture's slot."""
         return Cat(index[: ceil_log2(self.config.ring_slots)], aperture[: ceil_log2(self.config.apertures)])
 
-    def _answer(self, m, registers, refused):
+    def _answer(self, m, registers, refused, rung):
         """Takes an access in one cycle and answers it from the next on."""
         request, response = self.host.request, self.host.response
         access = request.payload
@@ -195,7 +203,7 @@ class CommandWindow(wiring.Component):
             m.d.sync += busy.eq(0)
 
         doorbell = write & (line == DOORBELL_OFFSET // LINE_BYTES)
-        self._ring_doorbell(m, registers, doorbell, refused)
+        self._ring_doorbell(m, registers, doorbell, refused, rung)
 
     def _is_written(self, m, registers, aperture, record):
         """Whether a record was written since reset: what the memory held before is never shown for one."""
@@ -209,23 +217,24 @@ class CommandWindow(wiring.Component):
                 m.d.comb += written.eq(lapped | (slot < ring.completed))
         return written
 
-    def _ring_doorbell(self, m, registers, doorbell, refused):
+    def _ring_doorbell(self, m, registers, doorbell, refused, rung):
         access = self.host.request.payload
         tail = access.data[DOORBELL.offset("tail") :][: DOORBELL["tail"].width]
         whole = access.enable[:_DOORBELL_BYTES].all() & ~access.poison
         for aperture, ring in enumerate(registers.rings):
-            rung = doorbell & (access.tenant == aperture)
+            ours = doorbell & (access.tenant == aperture)
             stored = Signal(ring.tail.shape(), name=f"tail{aperture}")
             # A tail that went back could fall behind a head that moves at the same time.
             goes_on = (tail - stored)[: len(stored)] <= self.config.ring_slots
             fits = whole & goes_on & ((tail - ring.head)[: len(stored)] <= self.config.ring_slots)
             m.d.comb += ring.tail.eq(stored)
-            with m.If(rung & fits):
+            with m.If(ours & fits):
                 m.d.sync += stored.eq(tail)
-            with m.If(rung & ~fits):
+                m.d.comb += rung[aperture].eq(tail != ring.head)
+            with m.If(ours & ~fits):
                 m.d.comb += refused.eq(1)
 
-    def _post(self, m, registers):
+    def _post(self, m, registers, rung):
         """Takes descriptors from the rings, apertures in turn."""
         port = self._descriptor_ring.read_port()
         apertures = self.config.apertures
@@ -237,7 +246,7 @@ class CommandWindow(wiring.Component):
         for n, (head, ring) in enumerate(zip(heads, registers.rings, strict=True)):
             m.d.comb += ring.head.eq(head)
             # A cycle late: a head that moves is seen in time, since posting takes a cycle.
-            m.d.sync += waiting[n].eq(ring.tail != head)
+            m.d.sync += waiting[n].eq((ring.tail != head) | rung[n])
         with m.Switch(turn):  # the aperture after the last one goes first
             for first in range(apertures):
                 with m.Case(first):

@@ -10,27 +10,29 @@ from nearkv_hw.command.claim import Claimer
 from nearkv_hw.command.pages import PageFeed
 from nearkv_hw.command.passes import Passes
 from nearkv_hw.command.queries import QueryFeed
-from nearkv_hw.command.reader import LineReader
 from nearkv_hw.command.registers import REGISTER_BITS, Registers, identity_values
 from nearkv_hw.command.walker import Walker
 from nearkv_hw.command.window import CommandWindow
 from nearkv_hw.common.fork import Fork
 from nearkv_hw.device import Device
 
+PAGES = {"units": 2, "capacity_lines": 1 << 20, "pages_ahead": 4}
+
 
 @pytest.mark.parametrize(
     ("block", "parameters", "message"),
     [
-        (Check, {"capacity_lines": 3}, "capacity_lines must be a power of two, not 3"),
+        (Check, {"capacity_lines": 3, "units": 2}, "capacity_lines must be a power of two, not 3"),
+        (Check, {"capacity_lines": 4, "units": -1}, "units must be a non-negative integer, not -1"),
         (Admit, {"queries": 0}, "queries must be a power of two, not 0"),
-        (Claimer, {"channels": 3, "extents": 8}, "channels must be a power of two, not 3"),
-        (Claimer, {"channels": 4, "extents": 2}, "extents must be at least 4, not 2"),
+        (Claimer, {"slices": 3, "extents": 8}, "slices must be a power of two, not 3"),
+        (Claimer, {"slices": 4, "extents": 2}, "extents must be at least 4, not 2"),
         (Passes, {"queries": 3}, "queries must be 1, 2, 4, 8 or 16, not 3"),
         (QueryFeed, {"units": 0, "queries": 4}, "units must be a positive integer, not 0"),
         (QueryFeed, {"units": 1, "queries": 5}, "queries must be 1, 2, 4, 8 or 16, not 5"),
-        (PageFeed, {"channels": 3, "capacity_lines": 1 << 20}, "channels must be a power of two, not 3"),
-        (PageFeed, {"channels": 2, "capacity_lines": 1 << 14}, "capacity_lines must be at least 32768"),
-        (LineReader, {"depths": (4, 3)}, r"depths must be powers of two from 2 to 256, not \(4, 3\)"),
+        (PageFeed, {**PAGES, "units": 3}, "units must be a power of two, not 3"),
+        (PageFeed, {**PAGES, "capacity_lines": 1 << 14}, "capacity_lines must be at least 32768"),
+        (PageFeed, {**PAGES, "pages_ahead": 1}, "pages_ahead must be an integer of at least 2, not 1"),
         (Fork, {"shape": 8, "outputs": 0}, "outputs must be a positive integer, not 0"),
     ],
 )

@@ -60,19 +60,23 @@ async def tells_the_first_fault(dut):
         for _ in range(passes):
             lines = rng.getrandbits(20)
             total += lines
-            faults = [
+            query, entry, streamed = (
                 rng.choices([Status.OK, Status.DENIED, Status.POISON], [20, 1, 1])[0],
-                rng.choices([Status.OK, Status.DENIED, Status.BAD_PAGE], [20, 1, 1])[0],
+                rng.choices([Status.OK, Status.DENIED, Status.BAD_PAGE], [10, 1, 1])[0],
                 rng.choices([Status.OK, Status.PAGE_DENIED, Status.RESULT_DENIED], [10, 1, 1])[0],
-            ]
-            pages = [0, *(rng.getrandbits(21) for _ in range(2))]
-            for part, fault, page in zip(parts, faults, pages, strict=True):
-                part.send(
-                    [{"status": int(fault), "page": page, **({"lines": lines} if part is parts[2] else {})}]
-                )
-            for fault, page in zip(faults, pages, strict=True):
+            )
+            # A pass streams nothing behind its first entry at fault.
+            page = rng.randrange(1, 1 << 21) if entry is Status.BAD_PAGE else 0
+            at = rng.randrange(page or 1 << 21) if streamed is Status.PAGE_DENIED else 0
+            told = [(query, 0), (entry, page), (streamed, at)]
+            for part, (fault, where) in zip(parts, told, strict=True):
+                item = {"status": int(fault), "page": where}
+                part.send([item | {"lines": lines} if part is parts[2] else item])
+            if streamed is Status.PAGE_DENIED:  # a page at fault lies before any entry at fault
+                told = [told[0], told[2], told[1]]
+            for fault, where in told:
                 if status is Status.OK and fault is not Status.OK:
-                    status, detail = fault, page
+                    status, detail = fault, where
         expected.append(
             {
                 "tenant": ticket["tenant"],

@@ -9,8 +9,11 @@ from cocotb.triggers import RisingEdge
 from nearkv_hw.abi import Opcode, configure
 from nearkv_hw.abi.descriptor import ATTEND, CLAIM, FLAG_SINKS
 from nearkv_hw.abi.memory import ENTRY, TABLE, TABLE_MAGIC, table_entry_lines
+from nearkv_hw.abi.numerics import MAX_ROWS
+from nearkv_hw.command.cache import LineCache
+from nearkv_hw.command.check import Check
 from nearkv_hw.command.records import Outcome, Posted, Ticket
-from nearkv_hw.command.walker import Walker
+from nearkv_hw.command.walker import ENTRIES, READER_DEPTHS, Walker
 from nearkv_hw.interfaces import (
     FabricRequest,
     FabricResponse,
@@ -19,8 +22,10 @@ from nearkv_hw.interfaces import (
     PageItem,
     QueryLine,
     ResultJob,
+    Snoop,
     UnitJob,
 )
+from nearkv_sim.cocotb.payload import pack
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
 from walker_reference import EXTENT_LINES, Memory, Reference
@@ -29,10 +34,25 @@ CAPACITY_BYTES = 64 << 20
 
 
 @pytest.mark.rtl
-@pytest.mark.parametrize(("channels", "queries"), [(2, 4), (1, 1), (4, 8)])
-def test_walker(channels, queries):
-    chosen = {"channels": channels, "queries": queries, "capacity_bytes": CAPACITY_BYTES}
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"channels": 2, "queries": 4},
+        {"channels": 1, "queries": 1},
+        {"channels": 2, "queries": 8, "placement": "rank", "ranks": 2},
+    ],
+    ids=str,
+)
+def test_walker(chosen):
+    chosen = {"capacity_bytes": CAPACITY_BYTES, **chosen}
     run(Walker(config=configure("small", **chosen)), module=__file__, parameters=chosen)
+
+
+@pytest.mark.rtl
+def test_walker_without_units():
+    chosen = {"capacity_bytes": CAPACITY_BYTES, "placement": "host"}
+    walker = Walker(config=configure("small", **chosen))
+    run(walker, module=__file__, parameters=chosen, tests="sends_what_the_layouts_say")
 
 
 def config_of_run():
@@ -48,26 +68,29 @@ class Bench:
         self.rng = random("bench")
         self.owners_asked = 0
         self.descriptors = StreamSource(dut, "descriptors", idle=idle, shape=Posted)
-        channels = range(config.channels)
+        units = range(config.units)
         sink = {"backpressure": backpressure}
-        self.jobs = [StreamSink(dut, f"jobs_{n}", shape=UnitJob, **sink) for n in channels]
-        self.queries = [StreamSink(dut, f"queries_{n}", shape=QueryLine, **sink) for n in channels]
-        self.pages = [StreamSink(dut, f"pages_{n}", shape=PageItem, **sink) for n in channels]
+        self.jobs = [StreamSink(dut, f"jobs_{n}", shape=UnitJob, **sink) for n in units]
+        self.queries = [StreamSink(dut, f"queries_{n}", shape=QueryLine, **sink) for n in units]
+        self.pages = [StreamSink(dut, f"pages_{n}", shape=PageItem, **sink) for n in units]
         self.results = StreamSink(dut, "results", shape=ResultJob, **sink)
         self.tickets = StreamSink(dut, "tickets", shape=Ticket, **sink)
         self.query_outcomes = StreamSink(dut, "query_outcomes", shape=Outcome, **sink)
         self.page_outcomes = StreamSink(dut, "page_outcomes", shape=Outcome, **sink)
         self.requests = StreamSink(dut, "fabric_request", shape=FabricRequest, **sink)
         self.responses = StreamSource(dut, "fabric_response", shape=FabricResponse)
+        for n in range(config.slices):
+            getattr(dut, f"snoops_{n}").value = 0
+        dut.flush.value = 0
         cocotb.start_soon(self.serve_fabric())
-        for n in channels:
+        for n in range(config.slices):
             asked = StreamSink(dut, f"owners_{n}_request", shape=OwnerRequest, **sink)
             answers = StreamSource(dut, f"owners_{n}_response", idle=idle, shape=OwnerResponse)
             cocotb.start_soon(self.serve_owner(n, asked, answers))
 
     async def serve_fabric(self):
-        """Answers keep their order within a channel and none between channels."""
-        waiting = [deque() for _ in range(self.config.channels)]
+        """Answers keep their order within a slice and none between slices."""
+        waiting = [deque() for _ in range(self.config.slices)]
         edge = RisingEdge(self.dut.clk)
         now = 0
         while True:
@@ -75,20 +98,20 @@ class Bench:
             now += 1
             for request in await self.requests.receive(len(self.requests)):
                 assert not request["write"]
-                channel = request["line"] // EXTENT_LINES % self.config.channels
+                slice_number = request["line"] // EXTENT_LINES % self.config.slices
                 due = now + self.rng.randint(*self.latency_cycles)
-                waiting[channel].append((due, request))
+                waiting[slice_number].append((due, request))
             for queue in self.rng.sample(waiting, len(waiting)):
                 if queue and queue[0][0] <= now:
                     request = queue.popleft()[1]
                     data, fault = self.memory.read(request["line"], request["tenant"])
                     self.responses.send([{"id": request["id"], "data": data, "fault": fault}])
 
-    async def serve_owner(self, channel, asked, answers):
+    async def serve_owner(self, slice_number, asked, answers):
         while True:
             (request,) = await asked.receive()
             self.owners_asked += 1
-            extent = request["extent"] * self.config.channels + channel
+            extent = request["extent"] * self.config.slices + slice_number
             owner = self.memory.owners.get(extent)
             answers.send([{"owned": owner is not None, "tenant": owner or 0}])
             if request["claim"] and owner is None:
@@ -98,7 +121,7 @@ class Bench:
         """Acknowledge tickets as the completer would: when the outcomes of their passes are there."""
         for expected in tickets:
             (ticket,) = await self.tickets.receive()
-            assert ticket == expected
+            assert ticket == expected, f"{ticket} instead of {expected}"
             for _ in range(ticket["passes"]):
                 self.seen_queries.append((await self.query_outcomes.receive())[0])
                 self.seen_pages.append((await self.page_outcomes.receive())[0])
@@ -118,7 +141,7 @@ class Bench:
         await self.retire(sent.tickets)
         assert self.seen_queries == sent.query_outcomes
         assert self.seen_pages == sent.page_outcomes
-        for n in range(self.config.channels):
+        for n in range(self.config.units):
             assert await self.jobs[n].receive(len(sent.jobs[n])) == sent.jobs[n]
             assert await self.queries[n].receive(len(sent.queries[n])) == sent.queries[n]
             for item, expected in zip(
@@ -295,7 +318,7 @@ async def sends_what_the_layouts_say(dut):
 
 @cocotb.test()
 async def sends_one_page_per_cycle(dut):
-    """A long table of small pages, nothing in the way: a page per cycle, all channels together."""
+    """A long table of small pages, nothing in the way: a page per cycle, all units together."""
     config, rng = config_of_run(), random("pages")
     memory = Memory(config, owners=dict.fromkeys(range(config.extents), 0))
     await start(dut)
@@ -316,20 +339,116 @@ async def sends_one_page_per_cycle(dut):
     assert taken[-1] - taken[0] <= entries + 2, taken
 
 
+def small_job(memory, config, rng, *, entries, committed_rows):
+    """A good job of pages of 4 rows, one line of K and one of V each; its table starts in line 0."""
+    job = random_job(memory, config, rng, 0)
+    job.update(page_rows_log2=2, kv_head=0, group=1, head_dim=32, value_dim=32)
+    job.update(row_begin=0, row_end=committed_rows, table=0, queries=EXTENT_LINES * 64, flags=0)
+    memory.lines.clear()
+    memory.lines[0] = TABLE.pack(
+        magic=TABLE_MAGIC, version=1, heads=1, entries=entries, committed_rows=committed_rows
+    )
+    return job
+
+
+async def quiet_bench(dut, latency_cycles):
+    """Memory that is all tenant 0's, with a fixed latency, and nothing in the way."""
+    config = config_of_run()
+    memory = Memory(config, owners=dict.fromkeys(range(config.extents), 0))
+    await start(dut)
+    spread = (latency_cycles, latency_cycles)
+    return Bench(dut, config, memory, idle=0, backpressure=0, latency_cycles=spread), memory
+
+
+async def flush(dut):
+    dut.flush.value = 1
+    await cycles(dut, 1)
+    dut.flush.value = 0
+
+
+def first_page(bench):
+    """Cycles from the offer of the last descriptor to the first of its pages that any unit was offered."""
+    posted = bench.descriptors.cycles[-1] - (
+        Check.interval_cycles - 1
+    )  # it is taken when its check has ended
+    return min(cycle for sink in bench.pages for cycle in sink.cycles if cycle > posted) - posted
+
+
 @cocotb.test()
 async def first_page_comes_soon(dut):
-    """From a posted descriptor to the first page: two memory reads and the walker's own 21 cycles."""
-    config, rng = config_of_run(), random("first page")
-    memory = Memory(config, owners=dict.fromkeys(range(config.extents), 0))
+    """With the table on chip the walker's own cycles; without it two reads of memory come on top."""
     latency = 40
-    await start(dut)
-    bench = Bench(dut, config, memory, idle=0, backpressure=0, latency_cycles=(latency, latency))
-    job = random_job(memory, config, rng, 0)
-    while job["row_begin"] == job["row_end"]:
-        job = random_job(memory, config, rng, 0)
-    await bench.check([{"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}])
-    first = min(cycle for sink in bench.pages for cycle in sink.cycles)
-    assert first - bench.descriptors.cycles[0] <= 2 * (latency + 3) + 21
+    bench, memory = await quiet_bench(dut, latency)
+    rng = random("first page")
+    job = small_job(memory, bench.config, rng, entries=4, committed_rows=16)
+    for n in range(4):
+        put_entry(memory, 1, n, ENTRY.pack(valid=1, line=n * EXTENT_LINES))
+    posted = {"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}
+    await bench.check([posted])
+    asked, answered = bench.requests.cycles, bench.responses.cycles
+    served = answered[0] - asked[0] + answered[1] - asked[1]
+    assert 2 * latency <= served <= 2 * latency + 6
+    assert first_page(bench) == Walker.first_page_cycles + served + 2 * Walker.miss_cycles
+    assert (int(dut.table_hits.value), int(dut.table_misses.value)) == (0, 2)
+    await bench.check([posted])
+    assert first_page(bench) == Walker.first_page_cycles <= 15
+    assert (int(dut.table_hits.value), int(dut.table_misses.value)) == (2, 2)
+    await flush(dut)
+    await bench.check([posted])
+    assert (int(dut.table_hits.value), int(dut.table_misses.value)) == (2, 4)
+
+
+@cocotb.test()
+async def sees_what_was_written(dut):
+    """After a write of the header or of an entry, and nothing but its snoop, the new table is walked."""
+    bench, memory = await quiet_bench(dut, 10)
+    rng = random("written")
+    job = small_job(memory, bench.config, rng, entries=8, committed_rows=32)
+    posted = {"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}
+    for turn in range(40):
+        line = rng.choice([0, 1])
+        if line:
+            put_entry(memory, 1, rng.randrange(8), ENTRY.pack(valid=1, line=rng.randrange(1 << 14)))
+        else:
+            rows = rng.choice([31, 32, 40])
+            memory.lines[0] = TABLE.pack(
+                magic=TABLE_MAGIC, version=1, heads=1, entries=8, committed_rows=rows
+            )
+        for n in range(bench.config.slices):
+            other = rng.randrange(1 << 14, 1 << 20)
+            seen = n == turn % bench.config.slices
+            getattr(dut, f"snoops_{n}").value = pack(Snoop, {"valid": 1, "line": line if seen else other})
+        await cycles(dut, 1)
+        for n in range(bench.config.slices):
+            getattr(dut, f"snoops_{n}").value = 0
+        await cycles(dut, LineCache.snoop_cycles)
+        await bench.check([posted])
+    hits, misses = int(dut.table_hits.value), int(dut.table_misses.value)
+    assert hits > 20, (hits, misses)
+    assert misses < 60, (hits, misses)
+
+
+@cocotb.test()
+async def a_lying_table_ends_at_once(dut):
+    """Two million entries, of which one is at fault: the walk ends there, and reads little more."""
+    bench, memory = await quiet_bench(dut, 40)
+    rng = random("lies")
+    for bad_page in (0, 1, 7, 8, 40, 100):
+        job = small_job(memory, bench.config, rng, entries=1 << 21, committed_rows=MAX_ROWS)
+        job.update(group=3 * bench.config.queries)
+        for n in range(bad_page):
+            put_entry(memory, 1, n, ENTRY.pack(valid=1, line=n * 8))
+        posted = {"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}
+        await flush(dut)
+        asked = len(bench.requests.cycles)
+        sent = await bench.check([posted, posted])
+        took = max(bench.page_outcomes.cycles) - bench.descriptors.cycles[-2]
+        print(f"fault in page {bad_page}: {took} cycles, {len(bench.requests.cycles) - asked} lines read")
+        assert {outcome["page"] for outcome in sent.page_outcomes} == {bad_page}
+        assert took < 400 + 6 * bad_page
+        # Headers, queries, and for each pass the lines up to the fault, those under way, and one more.
+        of_pass = bad_page // 8 + 1 + READER_DEPTHS[ENTRIES] + 1
+        assert len(bench.requests.cycles) - asked <= 2 * (1 + job["group"]) + 6 * of_pass
 
 
 @cocotb.test()

@@ -53,13 +53,13 @@ class Expected:
 
 
 class Reference:
-    """The walker, in software; claims change `memory.owners` as the channels' tables do."""
+    """The walker, in software; claims change `memory.owners` as the slices' tables do."""
 
     def __init__(self, config, memory):
         self.config = config
         self.memory = memory
-        channels = range(config.channels)
-        self.sent = Expected([[] for _ in channels], [[] for _ in channels], [[] for _ in channels])
+        units = range(config.units)
+        self.sent = Expected([[] for _ in units], [[] for _ in units], [[] for _ in units])
 
     def take(self, posted):
         """One descriptor, as it is posted: tenant, index, fetched, line."""
@@ -99,6 +99,8 @@ class Reference:
             return Status.OK
         if head["output_scale"]:
             return Status.BAD_FLAGS
+        if not self.config.units:
+            return Status.NO_UNITS
         if not (
             1 <= head["head_dim"] <= 256
             and 1 <= head["value_dim"] <= 256
@@ -156,8 +158,8 @@ class Reference:
             **{name: job[name] for name in ("head_dim", "value_dim", "k_format", "v_format", "query_format")},
             "score_factor": job["score_factor"],
         }
-        for channel, jobs in enumerate(sent.jobs):
-            jobs.append({**unit, "sinks": int(sinks and channel == 0)})
+        for number, jobs in enumerate(sent.jobs):
+            jobs.append({**unit, "sinks": int(sinks and number == 0)})
         form = OutputForm(job["output_form"])
         sent.results.append(
             {
@@ -181,9 +183,9 @@ class Reference:
             data, fault = self.memory.read(line, tenant)
             if fault and status is Status.OK:
                 status = Status.POISON if fault == POISON else Status.DENIED
-            for channel, lines in enumerate(self.sent.queries):
-                last = n == count - 1 + (sinks and channel == 0)
-                if is_sink and channel == 0:
+            for unit, lines in enumerate(self.sent.queries):
+                last = n == count - 1 + (sinks and unit == 0)
+                if is_sink and unit == 0:
                     lines.append({"data": data >> first % 16 * 32, "sink": 1, "last": 1})
                 elif not is_sink:
                     lines.append({"data": data, "sink": 0, "last": int(last)})
@@ -215,10 +217,10 @@ class Reference:
                 status, at = Status.BAD_PAGE, page
                 break
             extent, within = divmod(entry["line"], EXTENT_LINES)
-            base = extent // config.channels * EXTENT_LINES + within
+            base = extent // config.slices * EXTENT_LINES + within
             rows = range(max(begin - page * page_rows, 0), min(end - page * page_rows, page_rows))
             layout = RowLayout(job["head_dim"], job["value_dim"], page_rows)
-            self.sent.pages[extent % config.channels].append(
+            self.sent.pages[extent % config.slices].append(
                 {
                     "last": 0,
                     "page": page,
