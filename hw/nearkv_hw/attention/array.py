@@ -19,6 +19,7 @@ effect. Only a K line must leave a cycle between itself and its query line.
 from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, memory, wiring
 from amaranth.lib.wiring import In, Out
+from amaranth.utils import exact_log2
 
 from ..abi.numerics import LIMB_BITS
 from ..arithmetic.binned import HELD_TOP_BITS, empty_top
@@ -29,6 +30,7 @@ from ..interfaces import LanePartial
 from .cell import Cell
 from .dot import DotProducts
 from .lane_flags import LANE_FLAGS, LaneFlags
+from .shape import BANKS, PASSES
 
 
 def array_operation(shape):
@@ -39,26 +41,27 @@ def array_operation(shape):
             "value": 1,  # the line is of V: multiply by the weights
             "load": 1,  # the line is of a query: keep it
             "half": 1,  # elements are fp16, else bf16
-            "bank": 1,  # pass of the line
+            "end": 1,  # the pass has no more K; with neither score, value nor load
+            "number": range(PASSES),  # pass of the line
             "line": range(shape.row_lines),  # position in the row
             "last": 1,  # last line of its row
             "first": 1,  # value: of the first row of its pass
             "query": range(shape.queries),  # load: which query
-            "read": 1,  # read sums
-            "read_bank": 1,
+            "read": 1,  # read the sums of a line
+            "read_bank": range(BANKS),
             "read_query": range(shape.queries),
             "read_line": range(shape.row_lines),
-            "read_group": range(shape.groups),  # which finish_lanes lanes of the line
         }
     )
 
 
 def row_dots(queries):
-    """One row's dot products with every query."""
+    """One row's dot products with every query, or the end of a pass's rows."""
     return data.StructLayout(
         {
             "dots": data.ArrayLayout(DotProduct, queries),
-            "bank": 1,
+            "end": 1,  # no row: the pass has no more
+            "number": range(PASSES),
         }
     )
 
@@ -74,15 +77,18 @@ class Array(wiring.Component):
     -------
     operation, line, present : In : what to do (`array_operation`), the line's elements, and which count.
     weights : In : the row's weights of every query, `weight_cycles` after a value operation.
-    row_valid, row : Out : dot products of a row (`row_dots`), `row_cycles` after its last line.
-    read_valid, lanes_read : Out : sums and flags of the lanes that were read, `read_cycles` after the read.
+    row_valid, row : Out : dot products of a row (`row_dots`), `row_cycles` after its last line; ends of
+        passes in their place among the rows.
+    read_valid, lanes_read : Out : sums and flags of the line that was read, `finish_lanes` lanes in a cycle:
+        the first `read_cycles` after the read, the others in the cycles after it. Reads come at least as many
+        cycles apart as a line has beats (`UnitShape.groups`).
     """
 
     element_cycles = 1 + ElementDecoder.latency_cycles
     weight_cycles = element_cycles - 1
     top_cycles = element_cycles + Cell.top_cycles
     limb_cycles = element_cycles + Cell.limb_cycles
-    read_cycles = limb_cycles + 1
+    read_cycles = limb_cycles + 2
 
     def __init__(self, *, shape):
         self.shape = shape
@@ -152,8 +158,8 @@ class Array(wiring.Component):
         value_negative = delays.of(
             element_now.infinite & element_now.negative, self.top_cycles - self.element_cycles
         )
-        query_address = Cat(at_element.line, at_element.bank)
-        query_read = Cat(at_weight.line, at_weight.bank)
+        query_address = Cat(at_element.line, _bank(at_element))
+        query_read = Cat(at_weight.line, _bank(at_weight))
         read_tops, read_highs, read_lows, read_flags = [], [], [], []
         for index in queries:
             load = Signal(name=f"load_{index}")
@@ -241,33 +247,68 @@ class Array(wiring.Component):
                 read_highs.append(cell.held_high)
                 read_lows.append(cell.held_low)
                 read_flags.append(Cat(getattr(lane_flags, f"held_{name}")[lane] for name in LANE_FLAGS))
-        m.d.comb += [self.row_valid.eq(at_dot.score & at_dot.last), self.row.bank.eq(at_dot.bank)]
+        m.d.comb += [
+            self.row_valid.eq((at_dot.score & at_dot.last) | at_dot.end),
+            self.row.end.eq(at_dot.end),
+            self.row.number.eq(at_dot.number),
+        ]
+        self._way_out(m, at_top, at_limb, read_tops, read_flags, read_highs, read_lows)
+        return m
 
-        # the way out
-        m.d.comb += self.read_valid.eq(delays.at(self.read_cycles).read)
+    def _way_out(self, m, at_top, at_limb, tops, flags, highs, lows):
+        """A line's sums are taken from all lanes of a query at once, and leave in groups of lanes."""
+        lanes, groups = self.shape.lanes, self.shape.groups
+
+        def taken(at, values, shape):
+            registers = [Signal(shape, reset_less=True) for _ in range(lanes)]
+            with m.If(at.read), m.Switch(at.read_query):
+                for query in range(self.shape.queries):
+                    with m.Case(query):
+                        m.d.sync += [
+                            register.eq(values[query * lanes + lane])
+                            for lane, register in enumerate(registers)
+                        ]
+            return registers
+
+        def held(values):
+            """The tops stay while the next line's tops come, which they do ahead of its limbs."""
+            registers = [Signal.like(value, reset_less=True) for value in values]
+            with m.If(at_limb.read):
+                m.d.sync += [register.eq(value) for register, value in zip(registers, values, strict=True)]
+            return registers
+
+        tops = held(taken(at_top, tops, signed(HELD_TOP_BITS)))
+        flags = held(taken(at_top, flags, 3))
+        highs = taken(at_limb, highs, signed(LIMB_BITS))
+        lows = taken(at_limb, lows, signed(LIMB_BITS))
+
+        group, leaves = Signal(range(groups)), Signal()
+        with m.If(at_limb.read):
+            m.d.sync += [group.eq(0), leaves.eq(1)]
+        with m.Elif(group == groups - 1):
+            m.d.sync += leaves.eq(0)
+        with m.Else():
+            m.d.sync += group.eq(group + leaves)
+        m.d.sync += self.read_valid.eq(leaves)
         for index in range(self.shape.finish_lanes):
 
-            def selected(at, values, shape, index=index):
-                register = Signal(shape, reset_less=True)
-                with m.If(at.read), m.Switch(Cat(at.read_group, at.read_query)):
+            def selected(values, index=index):
+                register = Signal.like(values[0], reset_less=True)
+                with m.If(leaves), m.Switch(group):
                     for number, value in enumerate(values[index :: self.shape.finish_lanes]):
                         with m.Case(number):
                             m.d.sync += register.eq(value)
                 return register
 
-            top = delays.of(
-                selected(at_top, read_tops, signed(HELD_TOP_BITS)), self.read_cycles - self.top_cycles - 1
-            )
-            flags = delays.of(selected(at_top, read_flags, 3), self.read_cycles - self.top_cycles - 1)
+            top = selected(tops)
             partial = self.lanes_read[index]
             m.d.comb += [
                 partial.state.some.eq(top != empty_top(HELD_TOP_BITS)),
                 partial.state.top.eq(top),
-                partial.state.high.eq(selected(at_limb, read_highs, signed(LIMB_BITS))),
-                partial.state.low.eq(selected(at_limb, read_lows, signed(LIMB_BITS))),
-                partial.flags.eq(flags),
+                partial.state.high.eq(selected(highs)),
+                partial.state.low.eq(selected(lows)),
+                partial.flags.eq(selected(flags)),
             ]
-        return m
 
 
 class _Specials(data.StructLayout):
@@ -302,4 +343,9 @@ class _Delays:
 
 def _state_address(at):
     """The sum's address: the line's, or in a read the one to read."""
-    return Mux(at.value, Cat(at.line, at.bank), Cat(at.read_line, at.read_bank))
+    return Mux(at.value, Cat(at.line, _bank(at)), Cat(at.read_line, at.read_bank))
+
+
+def _bank(at):
+    """The bank of queries or sums that the operation's pass has."""
+    return at.number[: exact_log2(BANKS)]

@@ -1,4 +1,4 @@
-"""The end of a pass: its sums leave as partial beats while the next pass streams."""
+"""The end of a pass: its sums leave as partial beats while later passes stream."""
 
 from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
@@ -11,14 +11,17 @@ from ..interfaces import PAGE_BITS, BeatKind, Fault, LanePartial, State, partial
 from .issue import sums_read
 from .loader import pass_parameters
 from .scoring import denominator_read
-from .shape import BANKS
+from .shape import BANKS, PASSES, chosen
 
-BEATS = 16
-"""Beats that are under way to `partials` or wait there."""
+BEATS = 64
+"""Beats that are under way to `partials` or wait there: units wait for each other where partials are merged,
+and each reads its sums while it streams K."""
 
 
 class Drain(wiring.Component):
     """Sends a pass's denominators, lanes and end, a beat per cycle at best; waits when `partials` does.
+
+    Denominators leave as soon as the pass's last row is scored, while its last V still streams.
 
     Parameters
     ----------
@@ -26,12 +29,15 @@ class Drain(wiring.Component):
 
     Members
     -------
-    ended : In : the bank's pass has no more lines; passes end in turn.
-    freed : Out : the bank's partial has left.
-    passes : In : parameters of each bank's pass.
-    taken, taken_value, taken_bank, taken_fault, taken_page : In : a line was taken, as of `Issue`.
+    row_ended : In : the pass of that number has its denominators, as of `Scoring`.
+    ended : In : it has no more lines; passes end in turn.
+    drained : Out : the last of the bank's sums are being read: what enters the array next may change them.
+    freed : Out : the pass's partial has left.
+    loaded : In : passes that stream or wait to.
+    passes : In : parameters of the passes.
+    taken, taken_value, taken_number, taken_fault, taken_page : In : a line was taken, as of `Issue`.
     denominator_reads, denominator_valid, denominator, query_nan : the denominators, as of `Scoring`.
-    lane_reads, lanes_valid, lanes_read : the way to the lanes' sums, as of `Issue` and `Array`.
+    lane_reads, urgent, lanes_valid, lanes_read : the way to the lanes' sums, as of `Issue` and `Array`.
     partials : Out(stream) : partial beats.
     """
 
@@ -39,12 +45,15 @@ class Drain(wiring.Component):
         self.shape = shape
         super().__init__(
             {
-                "ended": In(BANKS),
-                "freed": Out(BANKS),
-                "passes": In(data.ArrayLayout(pass_parameters(shape), BANKS)),
+                "row_ended": In(PASSES),
+                "ended": In(PASSES),
+                "drained": Out(BANKS),
+                "freed": Out(PASSES),
+                "loaded": In(PASSES),
+                "passes": In(data.ArrayLayout(pass_parameters(shape), PASSES)),
                 "taken": In(1),
                 "taken_value": In(1),
-                "taken_bank": In(1),
+                "taken_number": In(range(PASSES)),
                 "taken_fault": In(Fault),
                 "taken_page": In(PAGE_BITS),
                 "denominator_reads": Out(stream.Signature(denominator_read(shape.queries))),
@@ -52,6 +61,7 @@ class Drain(wiring.Component):
                 "denominator": In(State),
                 "query_nan": In(1),
                 "lane_reads": Out(stream.Signature(sums_read(shape))),
+                "urgent": Out(1),
                 "lanes_valid": In(1),
                 "lanes_read": In(data.ArrayLayout(LanePartial, shape.finish_lanes)),
                 "partials": Out(stream.Signature(partial_beat(shape.finish_lanes))),
@@ -60,110 +70,220 @@ class Drain(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
+        m.submodules.denominators = denominators = Denominators(queries=self.shape.queries)
+        wiring.connect(m, denominators.reads, wiring.flipped(self.denominator_reads))
+        m.d.comb += [
+            denominators.row_ended.eq(self.row_ended),
+            denominators.valid.eq(self.denominator_valid),
+            denominators.state.eq(self.denominator),
+            denominators.nan.eq(self.query_nan),
+        ]
+        for number in range(PASSES):
+            m.d.comb += denominators.counts[number].eq(self.passes[number].queries)
+
+        # the pass that leaves
+        number = Signal(range(PASSES))
+        own = Signal(PASSES, init=1)
+        now = Signal(pass_parameters(self.shape))
+        ended = Signal(PASSES)
+        m.d.comb += now.eq(chosen(self.passes, number))
+        m.d.sync += [
+            ended.eq((ended | self.ended) & ~self.freed),
+            # the next pass of the bank has begun
+            self.urgent.eq((self.loaded.rotate_right(BANKS) & own).any()),
+        ]
+        records = self._records(m)
+
+        def recorded(name):
+            return chosen([getattr(record, name) for record in records], number)
+
+        # places in the queue of beats are set aside before anything is read
         m.submodules.beats = beats = Queue(shape=partial_beat(self.shape.finish_lanes), depth=BEATS)
         wiring.connect(m, beats.o, wiring.flipped(self.partials))
-        under_way = Signal(range(BEATS + 1))
-        arrived = Signal()
-        asked = Signal()
-        m.d.comb += arrived.eq(self.denominator_valid | self.lanes_valid)
-        m.d.sync += under_way.eq(under_way + asked - arrived)
-        space = Signal()
-        m.d.sync += space.eq(under_way + beats.level < BEATS - 2)
+        groups = self.shape.groups
+        promised = Signal(range(BEATS + 1))
+        line_asked, one_pushed, one_dropped, space = Signal(), Signal(), Signal(), Signal()
+        m.d.sync += [
+            promised.eq(
+                promised + Mux(line_asked, groups, one_pushed) - (beats.o.valid & beats.o.ready) - one_dropped
+            ),
+            space.eq(promised <= BEATS - groups - 2),  # what was set aside in the last two cycles
+        ]
 
-        # registers: a line's fate is known late in the cycle, and the end of a pass is far
+        # reads of lines, as far apart as their beats take
+        query = Signal(range(self.shape.queries))
+        last_query = query + 1 == now.queries
+        line = Signal(range(self.shape.row_lines))
+        last_line = now.geometry.v_last
+        pace = Signal(range(groups))
+        reading = Signal()
+        m.d.comb += [
+            self.lane_reads.payload.bank.eq(number[: exact_log2(BANKS)]),
+            self.lane_reads.payload.query.eq(query),
+            self.lane_reads.payload.line.eq(line),
+            self.lane_reads.valid.eq(reading & space & (pace == 0)),
+            line_asked.eq(self.lane_reads.valid & self.lane_reads.ready),
+        ]
+        with m.If(line_asked):
+            m.d.sync += pace.eq(groups - 1)
+        with m.Elif(pace != 0):
+            m.d.sync += pace.eq(pace - 1)
+
+        # what comes of them; lanes beyond value_dim are dropped
+        beat = Signal(range(self.shape.row_lines * groups))
+        last_beat = Signal.like(beat, reset_less=True)
+        lines_left = Signal(range(self.shape.queries * self.shape.row_lines + 1))
+        group_last = beat[: exact_log2(groups)].all()
+        kept = Signal()
+        m.d.sync += last_beat.eq((now.value_dim - 1) >> exact_log2(self.shape.finish_lanes))
+        m.d.comb += [
+            kept.eq(self.lanes_valid & (beat <= last_beat)),
+            one_dropped.eq(self.lanes_valid & ~kept),
+        ]
+        with m.If(self.lanes_valid):
+            m.d.sync += beat.eq(Mux(group_last & (beat[exact_log2(groups) :] == last_line), 0, beat + 1))
+        m.d.sync += lines_left.eq(lines_left + line_asked - (self.lanes_valid & group_last))
+
+        beat_now = beats.i.payload
+        m.d.comb += [
+            beat_now.kind.eq(BeatKind.LANES),
+            beats.i.valid.eq(kept | one_pushed),
+            beat_now.status.eq(recorded("status")),
+            beat_now.page.eq(recorded("page")),
+            beat_now.lines.eq(recorded("lines")),
+        ]
+        some = recorded("some")
+        for lane, read in zip(beat_now.lanes, self.lanes_read, strict=True):
+            m.d.comb += [
+                lane.eq(read),
+                # a pass without rows has left the sums of an earlier one
+                lane.state.some.eq(read.state.some & some),
+                lane.flags.eq(Mux(some, read.flags, 0)),
+            ]
+        with m.FSM():
+            with m.State("denominators"):
+                m.d.comb += [
+                    beat_now.kind.eq(BeatKind.DENOMINATOR),
+                    beat_now.lanes[0].state.eq(denominators.o.payload.state),
+                    beat_now.lanes[0].flags.eq(denominators.o.payload.nan),
+                    denominators.o.ready.eq(space),
+                    one_pushed.eq(denominators.o.valid & space),
+                ]
+                with m.If(one_pushed):
+                    m.d.sync += query.eq(Mux(last_query, 0, query + 1))
+                    with m.If(last_query):
+                        m.next = "last V"
+            with m.State("last V"):
+                with m.If((ended & own).any()):
+                    m.next = "lanes"
+            with m.State("lanes"):
+                m.d.comb += reading.eq(1)
+                with m.If(line_asked):
+                    m.d.sync += line.eq(Mux(line == last_line, 0, line + 1))
+                    with m.If(line == last_line):
+                        m.d.sync += query.eq(Mux(last_query, 0, query + 1))
+                        with m.If(last_query):
+                            m.d.comb += self.drained.eq(1 << number[: exact_log2(BANKS)])
+                            m.next = "end"
+            with m.State("end"):
+                m.d.comb += [
+                    one_pushed.eq((lines_left == 0) & space),
+                    self.freed.eq(Mux(one_pushed, own, 0)),
+                ]
+                with m.If(one_pushed):
+                    m.d.comb += beat_now.kind.eq(BeatKind.END)
+                    m.d.sync += [number.eq(number + 1), own.eq(own.rotate_left(1))]
+                    m.next = "denominators"
+        return m
+
+    def _records(self, m):
+        """What each pass has met; from registers: a line's fate is known late in the cycle."""
         taken = {
             name: Signal.like(getattr(self, name), name=f"{name}_before")
-            for name in ("taken", "taken_value", "taken_bank", "taken_fault", "taken_page")
+            for name in ("taken", "taken_value", "taken_number", "taken_fault", "taken_page")
         }
         m.d.sync += [register.eq(getattr(self, name)) for name, register in taken.items()]
-        records = [_PassRecord() for _ in range(BANKS)]
-        for bank, record in enumerate(records):
-            m.submodules[f"record_{bank}"] = record
+        records = [_PassRecord() for _ in range(PASSES)]
+        for number, record in enumerate(records):
+            m.submodules[f"record_{number}"] = record
             m.d.comb += [
-                record.taken.eq(taken["taken"] & (taken["taken_bank"] == bank)),
+                record.taken.eq(taken["taken"] & (taken["taken_number"] == number)),
                 record.value.eq(taken["taken_value"]),
                 record.fault.eq(taken["taken_fault"]),
                 record.fault_page.eq(taken["taken_page"]),
-                record.clear.eq(self.freed[bank]),
+                record.clear.eq(self.freed[number]),
             ]
+        return records
 
-        waiting = Signal(BANKS)
-        m.d.sync += waiting.eq((waiting | self.ended) & ~self.freed)
-        bank = Signal()
-        now = Signal(pass_parameters(self.shape))
-        m.d.comb += now.eq(Mux(bank, self.passes[1], self.passes[0]))
 
-        def of_bank(name):
-            return Mux(bank, getattr(records[1], name), getattr(records[0], name))
+class Denominator(data.Struct):
+    """A query's denominator, and whether its result is NaN."""
 
-        query = Signal(range(self.shape.queries))
-        last_query = query + 1 == now.queries
-        groups = self.shape.groups
-        beat = Signal(range(self.shape.row_lines * groups))
-        last_beat = Signal.like(beat, reset_less=True)
-        m.d.sync += last_beat.eq((now.value_dim - 1) >> exact_log2(self.shape.finish_lanes))
+    state: State
+    nan: 1
+
+
+class Denominators(wiring.Component):
+    """Fetches the denominators of passes in turn, ahead of their lanes.
+
+    Parameters
+    ----------
+    queries : query heads kept.
+
+    Members
+    -------
+    row_ended, counts : In : the pass of that number has its denominators; how many.
+    reads, valid, state, nan : as of `Scoring`.
+    o : Out(stream) : denominators, one per query.
+    """
+
+    def __init__(self, *, queries):
+        self.queries = queries
+        super().__init__(
+            {
+                "row_ended": In(PASSES),
+                "counts": In(data.ArrayLayout(queries.bit_length(), PASSES)),
+                "reads": Out(stream.Signature(denominator_read(queries))),
+                "valid": In(1),
+                "state": In(State),
+                "nan": In(1),
+                "o": Out(stream.Signature(Denominator)),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        m.submodules.queue = queue = Queue(shape=Denominator, depth=self.queries)
+        wiring.connect(m, queue.o, wiring.flipped(self.o))
         m.d.comb += [
-            self.denominator_reads.payload.bank.eq(bank),
-            self.denominator_reads.payload.query.eq(query),
-            self.lane_reads.payload.bank.eq(bank),
-            self.lane_reads.payload.query.eq(query),
-            self.lane_reads.payload.line.eq(beat >> exact_log2(groups)),
-            self.lane_reads.payload.group.eq(beat[: exact_log2(groups)]),
+            queue.i.valid.eq(self.valid),
+            queue.i.payload.state.eq(self.state),
+            queue.i.payload.nan.eq(self.nan),
         ]
-        beat_now = beats.i.payload
-        with m.If(self.denominator_valid):
-            m.d.comb += [
-                beat_now.kind.eq(BeatKind.DENOMINATOR),
-                beat_now.lanes[0].state.eq(self.denominator),
-                beat_now.lanes[0].flags.eq(self.query_nan),
-                beats.i.valid.eq(1),
-            ]
-        with m.Else():
-            m.d.comb += [beat_now.kind.eq(BeatKind.LANES), beats.i.valid.eq(self.lanes_valid)]
-            for index in range(self.shape.finish_lanes):
-                m.d.comb += [
-                    beat_now.lanes[index].eq(self.lanes_read[index]),
-                    # a pass without rows has left the sums of an earlier one
-                    beat_now.lanes[index].state.some.eq(self.lanes_read[index].state.some & of_bank("some")),
-                    beat_now.lanes[index].flags.eq(Mux(of_bank("some"), self.lanes_read[index].flags, 0)),
-                ]
+        number = Signal(range(PASSES))
+        own = Signal(PASSES, init=1)
+        ready = Signal(PASSES)
+        query = Signal(range(self.queries))
+        asking = Signal()
+        last = query + 1 == chosen(self.counts, number)
+        free = Signal(range(self.queries + 1), init=self.queries)
+        asked = Signal()
+        left = queue.o.valid & queue.o.ready
         m.d.comb += [
-            beat_now.status.eq(of_bank("status")),
-            beat_now.page.eq(of_bank("page")),
-            beat_now.lines.eq(of_bank("lines")),
+            self.reads.payload.number.eq(number),
+            self.reads.payload.query.eq(query),
+            self.reads.valid.eq(asking & (free != 0)),
+            asked.eq(self.reads.valid & self.reads.ready),
         ]
-        with m.FSM():
-            with m.State("idle"):
-                with m.If(Mux(bank, waiting[1], waiting[0])):
-                    m.next = "denominators"
-            with m.State("denominators"):
-                m.d.comb += self.denominator_reads.valid.eq(space)
-                with m.If(space & self.denominator_reads.ready):
-                    m.d.comb += asked.eq(1)
-                    m.d.sync += query.eq(Mux(last_query, 0, query + 1))
-                    with m.If(last_query):
-                        m.next = "denominators leave"
-            with m.State("denominators leave"):
-                with m.If(under_way == 0):
-                    m.next = "lanes"
-            with m.State("lanes"):
-                m.d.comb += self.lane_reads.valid.eq(space)
-                with m.If(space & self.lane_reads.ready):
-                    m.d.comb += asked.eq(1)
-                    m.d.sync += beat.eq(Mux(beat == last_beat, 0, beat + 1))
-                    with m.If(beat == last_beat):
-                        m.d.sync += query.eq(Mux(last_query, 0, query + 1))
-                        with m.If(last_query):
-                            m.next = "lanes leave"
-            with m.State("lanes leave"):
-                with m.If((under_way == 0) & beats.i.ready):
-                    m.next = "end"
-            with m.State("end"):
-                m.d.comb += [beat_now.kind.eq(BeatKind.END), beats.i.valid.eq(1)]
-                with m.If(beats.i.ready):
-                    m.d.comb += self.freed.eq(Mux(bank, 2, 1))
-                    m.d.sync += bank.eq(~bank)
-                    m.next = "idle"
+        m.d.sync += [
+            ready.eq((ready | self.row_ended) & ~Mux(asked & last, own, 0)),
+            asking.eq((ready & own).any() & ~(asked & last)),
+            free.eq(free - asked + left),
+        ]
+        with m.If(asked):
+            m.d.sync += query.eq(Mux(last, 0, query + 1))
+            with m.If(last):
+                m.d.sync += [number.eq(number + 1), own.eq(own.rotate_left(1))]
         return m
 
 

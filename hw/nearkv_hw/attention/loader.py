@@ -1,4 +1,4 @@
-"""The start of a pass: a bank for it, its parameters, its queries and sinks."""
+"""The start of a pass: a number for it, its parameters, its queries and sinks."""
 
 from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
@@ -10,7 +10,7 @@ from ..arithmetic.decode import CODE_BITS
 from ..arithmetic.score import FLOAT_BITS, Factor, FactorDecoder
 from ..interfaces import QueryLine, UnitJob
 from .scoring import opening
-from .shape import BANKS
+from .shape import BANKS, PASSES
 from .streamer import geometry
 
 
@@ -35,7 +35,7 @@ def query_load(shape):
     return data.StructLayout(
         {
             "data": CODE_BITS * shape.lanes,
-            "bank": 1,
+            "number": range(PASSES),
             "query": range(shape.queries),
             "line": range(shape.row_lines),
             "last": 1,
@@ -44,7 +44,10 @@ def query_load(shape):
 
 
 class Loader(wiring.Component):
-    """Loads one query line per cycle; a pass is taken when a bank is free, while another streams.
+    """Loads one query line per cycle, while earlier passes stream.
+
+    Passes are numbered in turn. A pass is taken when its number is free, and its queries are loaded when the
+    pass that had their bank has no more K.
 
     Parameters
     ----------
@@ -55,9 +58,10 @@ class Loader(wiring.Component):
     jobs, queries : In(stream) : passes, and their lines of queries and sinks.
     loads : Out(stream) : query lines for the cells.
     openings : Out(stream) : the sinks, after the last query line.
-    freed : In : the bank's pass is over.
-    passes : Out : parameters of each bank's pass.
-    start : Out : the bank has a new pass, from this cycle on.
+    k_ended : In : the pass of that number has no more K.
+    freed : In : the pass of that number is over.
+    passes : Out : parameters of the passes.
+    start : Out : there is a pass of that number, from this cycle on.
     loaded : Out : its queries are in the cells, its sinks on their way.
     """
 
@@ -69,20 +73,33 @@ class Loader(wiring.Component):
                 "queries": In(stream.Signature(QueryLine)),
                 "loads": Out(stream.Signature(query_load(shape))),
                 "openings": Out(stream.Signature(opening(shape.queries))),
-                "freed": In(BANKS),
-                "passes": Out(data.ArrayLayout(pass_parameters(shape), BANKS)),
-                "start": Out(BANKS),
-                "loaded": Out(BANKS),
+                "k_ended": In(PASSES),
+                "freed": In(PASSES),
+                "passes": Out(data.ArrayLayout(pass_parameters(shape), PASSES)),
+                "start": Out(PASSES),
+                "loaded": Out(PASSES),
             }
         )
 
     def elaborate(self, platform):
         m = Module()
         lane_shift = exact_log2(self.shape.lanes)
-        bank = Signal()
-        own = 1 << bank
-        opened, loaded = Signal(BANKS), Signal(BANKS)
-        m.d.comb += [self.loaded.eq(loaded)]
+        number = Signal(range(PASSES))
+        own = Signal(PASSES, init=1)
+        opened, loaded = Signal(PASSES), Signal(PASSES)
+        # passes whose K may still meet their queries; one of a bank at most
+        asking = Signal(PASSES)
+        bank_taken = Signal()
+        m.d.comb += [
+            self.loaded.eq(loaded),
+            bank_taken.eq(
+                Cat(
+                    asking[other] & own[mine]
+                    for mine in range(PASSES)
+                    for other in range(mine % BANKS, PASSES, BANKS)
+                ).any()
+            ),
+        ]
         now = Signal(pass_parameters(self.shape))  # of the pass that is being loaded
         sinks = Signal()
         code = Signal(FLOAT_BITS)
@@ -91,14 +108,18 @@ class Loader(wiring.Component):
         line = Signal(range(self.shape.row_lines))
         m.submodules.factor = factor = FactorDecoder()
         m.d.comb += factor.code.eq(code)
-        m.d.sync += [opened.eq(opened & ~self.freed), loaded.eq(loaded & ~self.freed)]
+        m.d.sync += [
+            opened.eq(opened & ~self.freed),
+            loaded.eq(loaded & ~self.freed),
+            asking.eq(asking & ~self.k_ended),
+        ]
         m.d.comb += [
             self.loads.payload.data.eq(self.queries.payload.data),
-            self.loads.payload.bank.eq(bank),
+            self.loads.payload.number.eq(number),
             self.loads.payload.query.eq(query),
             self.loads.payload.line.eq(line),
             self.loads.payload.last.eq(line == now.geometry.k_last),
-            self.openings.payload.bank.eq(bank),
+            self.openings.payload.number.eq(number),
             self.openings.payload.sinks.eq(sinks),
             self.openings.payload.values.eq(values),
         ]
@@ -125,16 +146,20 @@ class Loader(wiring.Component):
                     ]
                     m.next = "open"
             with m.State("open"):
-                for index in range(BANKS):
-                    with m.If(bank == index):
+                for index in range(PASSES):
+                    with m.If(own[index]):
                         m.d.sync += self.passes[index].eq(now)
                 m.d.comb += self.start.eq(own)
                 m.d.sync += [opened.eq((opened & ~self.freed) | own), query.eq(0), line.eq(0)]
-                m.next = "queries"
-            with m.State("queries"):
-                for index in range(BANKS):
-                    with m.If(bank == index):
+                m.next = "bank"
+            with m.State("bank"):
+                for index in range(PASSES):
+                    with m.If(own[index]):
                         m.d.sync += self.passes[index].factor.eq(factor.factor)
+                with m.If(~bank_taken):
+                    m.d.sync += asking.eq((asking & ~self.k_ended) | own)
+                    m.next = "queries"
+            with m.State("queries"):
                 m.d.comb += [self.loads.valid.eq(self.queries.valid), self.queries.ready.eq(self.loads.ready)]
                 with m.If(self.queries.valid & self.loads.ready):
                     m.d.sync += line.eq(Mux(self.loads.payload.last, 0, line + 1))
@@ -150,6 +175,10 @@ class Loader(wiring.Component):
             with m.State("opening"):
                 m.d.comb += self.openings.valid.eq(1)
                 with m.If(self.openings.ready):
-                    m.d.sync += [loaded.eq((loaded & ~self.freed) | own), bank.eq(~bank)]
+                    m.d.sync += [
+                        loaded.eq((loaded & ~self.freed) | own),
+                        number.eq(number + 1),
+                        own.eq(own.rotate_left(1)),
+                    ]
                     m.next = "job"
         return m

@@ -11,7 +11,7 @@ from ..arithmetic.weight import Weight, WeightPipe
 from ..common.queue import Queue
 from ..interfaces import State
 from .array import row_dots
-from .shape import BANKS
+from .shape import PASSES, chosen
 
 WEIGHT_SLOTS = 64
 """Rows whose K may come ahead of their V: enough to hide the way from the last K line to the weight."""
@@ -23,7 +23,7 @@ def opening(queries):
     """What starts a pass: it empties the denominators and adds the sinks, if there are any."""
     return data.StructLayout(
         {
-            "bank": 1,
+            "number": range(PASSES),
             "sinks": 1,
             "values": data.ArrayLayout(FLOAT_BITS, queries),  # float32
         }
@@ -32,7 +32,7 @@ def opening(queries):
 
 def denominator_read(queries):
     """Which denominator to read."""
-    return data.StructLayout({"bank": 1, "query": range(queries)})
+    return data.StructLayout({"number": range(PASSES), "query": range(queries)})
 
 
 class Scoring(wiring.Component):
@@ -45,13 +45,15 @@ class Scoring(wiring.Component):
 
     Members
     -------
-    row_valid, row : In : dot products; the owner sends no more than SCORE_QUEUE_ROWS before `row_taken`.
-    row_taken : Out : a row has left the queue.
+    row_valid, row : In : dot products and ends of passes; the owner sends no more than SCORE_QUEUE_ROWS
+        before `row_taken`.
+    row_taken : Out : a row, or an end, has left the queue.
+    row_ended : Out : what a read of the pass's denominators meets now is the whole sum.
     row_weighed : Out : a row's weights are in the store, in the order of rows.
     openings : In(stream) : start of a pass; taken before the pass's first row comes.
     reads : In(stream) : denominators to read; a read sees what came before it.
-    factors : In : score factor of each bank's pass.
-    counts : In : query heads of each bank's pass.
+    factors : In : score factors of the passes.
+    counts : In : query heads of the passes.
     slot : In : which row's weights to show; rows take slots in turn.
     weights : Out : that row's weights, one cycle later.
     denominator_valid, denominator, query_nan : Out : a denominator, and whether the query's result is NaN;
@@ -71,11 +73,12 @@ class Scoring(wiring.Component):
                 "row_valid": In(1),
                 "row": In(row_dots(queries)),
                 "row_taken": Out(1),
+                "row_ended": Out(PASSES),
                 "row_weighed": Out(1),
                 "openings": In(stream.Signature(opening(queries))),
                 "reads": In(stream.Signature(denominator_read(queries))),
-                "factors": In(data.ArrayLayout(Factor, BANKS)),
-                "counts": In(data.ArrayLayout(queries.bit_length(), BANKS)),
+                "factors": In(data.ArrayLayout(Factor, PASSES)),
+                "counts": In(data.ArrayLayout(queries.bit_length(), PASSES)),
                 "slot": In(range(WEIGHT_SLOTS)),
                 "weights": Out(data.ArrayLayout(Weight, queries)),
                 "denominator_valid": Out(1),
@@ -104,7 +107,7 @@ class Scoring(wiring.Component):
                 "open": 1,
                 "read": 1,
                 "last": 1,
-                "bank": 1,
+                "number": range(PASSES),
                 "index": index_shape,
                 "pipe": range(self.pipes),
             }
@@ -113,33 +116,37 @@ class Scoring(wiring.Component):
         open_index = Signal(index_shape)
         row_index = Signal(index_shape)
         counts_per_pipe = [
-            Mux(self.counts[bank] < per_pipe, self.counts[bank], per_pipe) for bank in range(BANKS)
+            Mux(self.counts[number] < per_pipe, self.counts[number], per_pipe) for number in range(PASSES)
         ]
 
-        def last(index, bank):
-            return index + 1 == Mux(bank, counts_per_pipe[1], counts_per_pipe[0])
+        def last(index, number):
+            return index + 1 == chosen(counts_per_pipe, number)
 
         m.d.comb += self.reads.ready.eq(1)
         with m.If(self.reads.valid):
             m.d.comb += [
                 operation.read.eq(1),
-                operation.bank.eq(self.reads.payload.bank),
+                operation.number.eq(self.reads.payload.number),
                 Cat(operation.index, operation.pipe).eq(self.reads.payload.query),
             ]
         with m.Elif(self.openings.valid):
             m.d.comb += [
                 operation.open.eq(1),
-                operation.bank.eq(self.openings.payload.bank),
+                operation.number.eq(self.openings.payload.number),
                 operation.index.eq(open_index),
-                self.openings.ready.eq(last(open_index, self.openings.payload.bank)),
+                self.openings.ready.eq(last(open_index, self.openings.payload.number)),
             ]
             m.d.sync += open_index.eq(Mux(self.openings.ready, 0, open_index + 1))
+        with m.Elif(queue.o.valid & row.end):
+            m.d.comb += queue.o.ready.eq(1)
+            for number in range(PASSES):
+                m.d.comb += self.row_ended[number].eq(row.number == number)
         with m.Elif(queue.o.valid):
             m.d.comb += [
                 operation.row.eq(1),
-                operation.bank.eq(row.bank),
+                operation.number.eq(row.number),
                 operation.index.eq(row_index),
-                operation.last.eq(last(row_index, row.bank)),
+                operation.last.eq(last(row_index, row.number)),
                 queue.o.ready.eq(operation.last),
             ]
             m.d.sync += row_index.eq(Mux(operation.last, 0, row_index + 1))
@@ -154,7 +161,7 @@ class Scoring(wiring.Component):
         at_limb, at_read = at[self.read_cycles - 1], at[self.read_cycles]
 
         factor = Signal(Factor)
-        m.d.comb += factor.eq(Mux(at_score.bank, self.factors[1], self.factors[0]))
+        m.d.comb += factor.eq(chosen(self.factors, at_score.number))
         write_slot = Signal(range(WEIGHT_SLOTS))
         with m.If(at_weight.row & at_weight.last):
             m.d.sync += write_slot.eq(write_slot + 1)
@@ -207,7 +214,7 @@ class Scoring(wiring.Component):
                 ]
 
             m.submodules[f"denominators_{pipe}"] = sums = BinnedAccumulator(
-                states=BANKS * per_pipe, limb_delay_cycles=1 + TermAligner.latency_cycles
+                states=PASSES * per_pipe, limb_delay_cycles=1 + TermAligner.latency_cycles
             )
             m.submodules[f"aligner_{pipe}"] = aligner = TermAligner(significand_bits=WEIGHT_BITS)
             significand = Signal(WEIGHT_BITS, reset_less=True, name=f"significand_{pipe}")
@@ -216,7 +223,7 @@ class Scoring(wiring.Component):
             m.d.comb += [
                 sums.add.eq(at_weight.row | at_weight.open),
                 sums.first.eq(at_weight.open),
-                sums.address.eq(Cat(at_weight.bank, at_weight.index)),
+                sums.address.eq(Cat(at_weight.number, at_weight.index)),
                 sums.top.eq(
                     Mux(weight.significand[-1], weight.exponent >> OFFSET_BITS, empty_top(HELD_TOP_BITS))
                 ),
@@ -224,11 +231,11 @@ class Scoring(wiring.Component):
                 aligner.offset.eq(offset),
                 aligner.select.eq(sums.select),
                 sums.limb_add.eq(at_limb.row | at_limb.open),
-                sums.limb_address.eq(Cat(at_limb.bank, at_limb.index)),
+                sums.limb_address.eq(Cat(at_limb.number, at_limb.index)),
                 sums.high.eq(aligner.high),
                 sums.low.eq(aligner.low),
             ]
-            m.submodules[f"nans_{pipe}"] = kept = memory.Memory(shape=1, depth=BANKS * per_pipe, init=[])
+            m.submodules[f"nans_{pipe}"] = kept = memory.Memory(shape=1, depth=PASSES * per_pipe, init=[])
             read, write = kept.read_port(domain="comb"), kept.write_port()
             m.d.comb += [
                 read.addr.eq(sums.address),

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 
+from amaranth.hdl import Mux
+
 from ..abi.descriptor import MAX_HEAD_DIM, MAX_VALUE_DIM
 
 BANKS = 2
-"""Passes whose queries and sums are kept: one streams while the other is drained."""
+"""Passes whose queries are kept, and passes whose sums are: pass n has bank n mod BANKS of both."""
+PASSES = 4
+"""Passes under way: one is loaded, the next streams K, the next V, the last one is drained."""
 
 MAX_DIM = max(MAX_HEAD_DIM, MAX_VALUE_DIM)
 """Largest head_dim and value_dim of a job."""
@@ -58,5 +62,11 @@ class UnitShape:
 
     @property
     def groups(self):
-        """Reads that a line's sums take."""
+        """Beats that a line's sums take."""
         return self.lanes // self.finish_lanes
+
+
+def chosen(of_passes, number):
+    """What `number` names of a view with something for every pass."""
+    halves = [Mux(number[0], of_passes[n + 1], of_passes[n]) for n in range(0, PASSES, 2)]
+    return Mux(number[1], halves[1], halves[0])

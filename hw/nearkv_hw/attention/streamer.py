@@ -2,7 +2,7 @@
 
 Rows come in blocks of at most BLOCK_ROWS of one page. K blocks run ahead of V blocks as far as the weight
 store has slots for their rows, so that weights are there when V comes. Blocks follow each other across
-pages and passes.
+pages and passes. K of a pass whose queries are still being loaded stands back while there is V.
 """
 
 from amaranth.hdl import Module, Mux, Signal
@@ -13,7 +13,7 @@ from ..common.buffer import Buffer
 from ..common.queue import Queue
 from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, TENANT_BITS, PageItem, ReadRequest
 from .scoring import WEIGHT_SLOTS
-from .shape import BANKS
+from .shape import PASSES, chosen
 
 BLOCK_ROWS = 16
 VALUE_BLOCKS = 16
@@ -64,37 +64,40 @@ class _Block(data.Struct):
 class Streamer(wiring.Component):
     """Asks for one line per cycle, `request_cycles` after a page came; waits for memory and for a place.
 
-    A line takes one of `depth` places until it is taken from `tags`, so that there is always room for the
-    answer.
+    A line takes one of `outstanding` places until it is taken from `tags`.
 
     Parameters
     ----------
     shape : UnitShape.
-    depth : lines asked for and not yet taken, at most.
+    outstanding : lines asked for and not yet taken, at most.
 
     Members
     -------
     pages : In(stream) : pages to stream, and ends of passes.
-    start : In : the bank has a new pass, whose pages may be streamed.
-    geometry : In : of each bank's pass, from the cycle of `start` until its last line was taken.
+    start : In : there is a pass of that number, whose pages may be streamed.
+    loaded : In : the pass's K will be taken; until then V goes first.
+    geometry : In : of the passes, from the cycle of `start` until its last line was taken.
     requests : Out(stream) : reads of lines.
     tags : Out(stream) : what the lines are, in the order of the requests; ends of passes stand between.
     busy : Out : there is something to stream.
+    starts : Out : the first K line of a pass is asked for in this cycle, as soon as requests before it are.
     """
 
     request_cycles = 3
 
-    def __init__(self, *, shape, depth):
+    def __init__(self, *, shape, outstanding):
         self.shape = shape
-        self.depth = depth
+        self.outstanding = outstanding
         super().__init__(
             {
                 "pages": In(stream.Signature(PageItem)),
-                "start": In(BANKS),
-                "geometry": In(data.ArrayLayout(geometry(shape), BANKS)),
+                "start": In(PASSES),
+                "loaded": In(PASSES),
+                "geometry": In(data.ArrayLayout(geometry(shape), PASSES)),
                 "requests": Out(stream.Signature(ReadRequest)),
                 "tags": Out(stream.Signature(line_tag(shape))),
                 "busy": Out(1),
+                "starts": Out(1),
             }
         )
 
@@ -103,21 +106,21 @@ class Streamer(wiring.Component):
         m.submodules.values = values = Queue(shape=_Block, depth=VALUE_BLOCKS)
         m.submodules.requests = requests = Queue(shape=ReadRequest, depth=2)
         m.submodules.next_tag = next_tag = Buffer(shape=line_tag(self.shape))
-        m.submodules.tags = tags = Queue(shape=line_tag(self.shape), depth=self.depth - next_tag.depth)
+        m.submodules.tags = tags = Queue(shape=line_tag(self.shape), depth=self.outstanding - next_tag.depth)
         wiring.connect(m, requests.o, wiring.flipped(self.requests))
         wiring.connect(m, tags.o, next_tag.i)
         wiring.connect(m, next_tag.o, wiring.flipped(self.tags))
 
         # the page whose blocks come next
         item, item_valid = Signal(PageItem), Signal()
-        startable = Signal(BANKS)
+        startable = Signal(PASSES)
         m.d.sync += startable.eq(startable | self.start)
         m.d.comb += self.pages.ready.eq(~item_valid)
         with m.If(self.pages.valid & self.pages.ready):
             m.d.sync += [item.eq(self.pages.payload), item_valid.eq(1)]
 
         # one block of each kind under way, one of them at a time
-        banks = {kind: Signal(name=f"{kind}_bank") for kind in ("k", "v")}
+        numbers = {kind: Signal(range(PASSES), name=f"{kind}_number") for kind in ("k", "v")}
         blocks = {kind: Signal(_Block, name=f"{kind}_block") for kind in ("k", "v")}
         line = Signal(range(self.shape.row_lines))
         now = Signal(geometry(self.shape))  # of the block under way
@@ -147,6 +150,10 @@ class Streamer(wiring.Component):
             tags.i.payload.last.eq(row_end),
             tags.i.payload.page.eq(block.page),
         ]
+        pass_first = Signal(init=1)
+        with m.If(step & ~is_v):
+            m.d.sync += pass_first.eq(block.end)
+        m.d.comb += self.starts.eq(step & ~is_v & ~block.end & pass_first)
         with m.If(step):
             m.d.sync += line.eq(Mux(block_end | row_end, 0, line + 1))
             for kind, here in (("k", ~is_v), ("v", is_v)):
@@ -154,24 +161,28 @@ class Streamer(wiring.Component):
                     m.d.sync += [
                         blocks[kind].line.eq(blocks[kind].line + 1),
                         blocks[kind].rows.eq(blocks[kind].rows - row_end),
-                        banks[kind].eq(banks[kind] ^ block.end),
+                        numbers[kind].eq(numbers[kind] + block.end),
                     ]
 
         # what comes next
         slots = Signal(range(WEIGHT_SLOTS + 1), init=WEIGHT_SLOTS)
         next_rows = Signal(range(BLOCK_ROWS + 1))
-        k_bank = Signal()
+        k_number, v_number = Signal(range(PASSES)), Signal(range(PASSES))
         k_ready, v_ready, choose = Signal(), Signal(), Signal()
+        k_first, k_chosen = Signal(), Signal()
         k_geometry = Signal(geometry(self.shape))
         m.d.comb += [
             next_rows.eq(Mux(item.last, 0, Mux(item.rows < BLOCK_ROWS, item.rows, BLOCK_ROWS))),
             # the end of a pass may be under way
-            k_bank.eq(banks["k"] ^ (active & ~is_v & block.end)),
-            k_geometry.eq(Mux(k_bank, self.geometry[1], self.geometry[0])),
+            k_number.eq(numbers["k"] + (active & ~is_v & block.end)),
+            v_number.eq(numbers["v"] + (active & is_v & block.end)),
+            k_geometry.eq(chosen(self.geometry, k_number)),
             k_ready.eq(
-                item_valid & Mux(k_bank, startable[1], startable[0]) & values.i.ready & (next_rows <= slots)
+                item_valid & startable.bit_select(k_number, 1) & values.i.ready & (next_rows <= slots)
             ),
             v_ready.eq(values.o.valid),
+            k_first.eq(self.loaded.bit_select(k_number, 1)),
+            k_chosen.eq(k_ready & (k_first | ~v_ready)),
             choose.eq(~active | (step & block_end)),
             values.i.payload.end.eq(item.last),
             values.i.payload.line.eq(item.v_line),
@@ -180,10 +191,12 @@ class Streamer(wiring.Component):
         ]
         with m.If(choose):
             m.d.sync += active.eq(k_ready | v_ready)
-            with m.If(k_ready):
+            with m.If(k_chosen):
                 m.d.comb += values.i.valid.eq(1)
                 with m.If(item.last):
-                    m.d.sync += startable.eq((startable | self.start) & ~Mux(k_bank, 2, 1))
+                    for number in range(PASSES):
+                        with m.If(k_number == number):
+                            m.d.sync += startable[number].eq(0)
                 m.d.sync += [
                     is_v.eq(0),
                     now.eq(k_geometry),
@@ -198,11 +211,10 @@ class Streamer(wiring.Component):
                     item_valid.eq(~item.last & (item.rows > BLOCK_ROWS)),
                 ]
             with m.Elif(v_ready):
-                v_bank = banks["v"] ^ (active & is_v & block.end)
                 m.d.comb += values.o.ready.eq(1)
                 m.d.sync += [
                     is_v.eq(1),
-                    now.eq(Mux(v_bank, self.geometry[1], self.geometry[0])),
+                    now.eq(chosen(self.geometry, v_number)),
                     blocks["v"].eq(values.o.payload),
                     slots.eq(slots + values.o.payload.rows),
                 ]

@@ -1,1 +1,1 @@
-"""What happens to partial results: merge over channels, finish, write-back."""
+"""What happens to partial results: merge over units, finish, write-back."""

@@ -1,4 +1,4 @@
-"""Merge of the channels' partial streams: exact, lane by lane (docs/numerics.md section 2)."""
+"""Merge of the units' partial streams: exact, lane by lane (docs/numerics.md section 2)."""
 
 from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import stream, wiring
@@ -7,49 +7,49 @@ from amaranth.lib.wiring import In, Out
 from ..abi.descriptor import Status
 from ..abi.numerics import TOP_BITS
 from ..interfaces import partial_beat
-from .shapes import check_channels, check_finish_lanes
+from .shapes import check_finish_lanes, check_units
 
 
-def merge_cycles(channels):
-    """Latency of a `Merge` of so many channels."""
-    return channels.bit_length() - 1
+def merge_cycles(units):
+    """Latency of a `Merge` of so many units."""
+    return units.bit_length() - 1
 
 
 class Merge(wiring.Component):
-    """Takes one beat of every channel's stream and gives their merge: a tree with a register per level.
+    """Takes one beat of every unit's stream and gives their merge: a tree with a register per level.
 
     Parameters
     ----------
-    channels : streams, 1, 2, 4, 8 or 16. All carry the same beats in the same order.
+    units : streams, 1, 2, 4, 8 or 16. All carry the same beats in the same order.
     finish_lanes : lanes of a beat, 2, 4 or 8.
 
     Members
     -------
-    partials : In(stream(partial_beat)) per channel : a beat is taken from all of them at once.
+    partials : In(stream(partial_beat)) per unit : a beat is taken from all of them at once.
     merged : Out(stream(partial_beat)) : states merged, flags ORed. In an END beat: page and status of
-        the lowest page at fault, whichever channel met it, and the sum of the lines.
+        the lowest page at fault, whichever unit met it, and the sum of the lines.
 
-    Latency is log2(channels) cycles (`latency_cycles`), throughput one beat per cycle. Back-pressure stops
-    all levels at once and the channels with them; nothing is lost.
+    Latency is log2(units) cycles (`latency_cycles`), throughput one beat per cycle. Back-pressure stops
+    all levels at once and the units with them; nothing is lost.
     """
 
-    def __init__(self, *, channels, finish_lanes):
-        check_channels(channels)
+    def __init__(self, *, units, finish_lanes):
+        check_units(units)
         check_finish_lanes(finish_lanes)
-        self.channels = channels
+        self.units = units
         self.finish_lanes = finish_lanes
         shape = partial_beat(finish_lanes)
         super().__init__(
             {
-                "partials": In(stream.Signature(shape)).array(channels),
+                "partials": In(stream.Signature(shape)).array(units),
                 "merged": Out(stream.Signature(shape)),
             }
         )
 
     @property
     def latency_cycles(self):
-        """Cycles from a beat of every channel to the merged beat."""
-        return merge_cycles(self.channels)
+        """Cycles from a beat of every unit to the merged beat."""
+        return merge_cycles(self.units)
 
     def elaborate(self, platform):
         m = Module()
@@ -82,7 +82,7 @@ class Merge(wiring.Component):
 
 
 def _merge_beats(m, merged, a, b):
-    """Statements that load `merged` with the merge of the beats `a` (of lower channels) and `b`."""
+    """Statements that load `merged` with the merge of the beats `a` (of lower units) and `b`."""
     b_failed = b.status != Status.OK
     failed = (a.status != Status.OK) & (~b_failed | (a.page <= b.page))
     m.d.sync += [

@@ -1,4 +1,4 @@
-"""The results side of the device: from the channels' partial streams to results in memory."""
+"""The results side of the device: from the units' partial streams to results in memory."""
 
 from amaranth.hdl import Module
 from amaranth.lib import data, stream, wiring
@@ -10,21 +10,23 @@ from ..interfaces import FabricPort, LanePartial, PassDone, ResultJob, partial_b
 from .distribute import Distribute
 from .finish import Finish
 from .merge import Merge, merge_cycles
-from .shapes import Denominator, PassEnd, check_channels, check_finish_lanes
+from .shapes import Denominator, PassEnd, check_finish_lanes, check_units
 from .writer import Writer
+
+_DENOMINATORS_AHEAD = 8
 
 
 class Results(wiring.Component):
-    """Merges the channels' partials, finishes lanes, writes results and reports passes.
+    """Merges the units' partials, finishes lanes, writes results and reports passes.
 
     Parameters
     ----------
-    channels : partial streams, 1, 2, 4, 8 or 16.
+    units : partial streams, 1, 2, 4, 8 or 16.
     finish_lanes : lanes per cycle, 2, 4 or 8.
 
     Members
     -------
-    partials : In(stream(partial_beat)) per channel : all channels send the same beats, in the order that
+    partials : In(stream(partial_beat)) per unit : all units send the same beats, in the order that
         `interfaces.partial_beat` gives.
     jobs : In(stream(ResultJob)) : one per pass, `jobs_held` of them taken ahead; a pass's beats wait for it.
     fabric : Out(FabricPort) : writes of whole lines, with the job's tenant.
@@ -38,14 +40,14 @@ class Results(wiring.Component):
 
     jobs_held = 4
 
-    def __init__(self, *, channels, finish_lanes):
-        check_channels(channels)
+    def __init__(self, *, units, finish_lanes):
+        check_units(units)
         check_finish_lanes(finish_lanes)
-        self.channels = channels
+        self.units = units
         self.finish_lanes = finish_lanes
         super().__init__(
             {
-                "partials": In(stream.Signature(partial_beat(finish_lanes))).array(channels),
+                "partials": In(stream.Signature(partial_beat(finish_lanes))).array(units),
                 "jobs": In(stream.Signature(ResultJob)),
                 "fabric": Out(FabricPort()),
                 "done": Out(stream.Signature(PassDone)),
@@ -57,17 +59,20 @@ class Results(wiring.Component):
         """Cycles from a pass's END beat to `done`, without the fabric's share."""
         # The way of the last lanes, which go one cycle ahead of END and wait one in a buffer.
         finish = Finish.latency_cycles + Writer.latency_cycles + Writer.done_cycles
-        return merge_cycles(self.channels) + finish
+        return merge_cycles(self.units) + finish
 
     def elaborate(self, platform):
         m = Module()
         m.submodules.jobs_queue = jobs_queue = Queue(shape=ResultJob, depth=self.jobs_held)
-        m.submodules.merge = merge = Merge(channels=self.channels, finish_lanes=self.finish_lanes)
+        m.submodules.merge = merge = Merge(units=self.units, finish_lanes=self.finish_lanes)
         # Buffers keep the ready of later blocks out of earlier ones.
         m.submodules.merged_buffer = merged_buffer = Buffer(shape=partial_beat(self.finish_lanes))
         lanes = data.ArrayLayout(LanePartial, self.finish_lanes)
         m.submodules.partials_buffer = partials_buffer = Buffer(shape=lanes)
-        m.submodules.denominators_buffer = denominators_buffer = Buffer(shape=Denominator)
+        # A pass's denominators find room while the writer still packs the lanes of the pass before.
+        m.submodules.denominators_buffer = denominators_buffer = Buffer(
+            shape=Denominator, depth=_DENOMINATORS_AHEAD
+        )
         m.submodules.distribute = distribute = Distribute(finish_lanes=self.finish_lanes)
         m.submodules.finish = finish = Finish(finish_lanes=self.finish_lanes)
         m.submodules.writer = writer = Writer(finish_lanes=self.finish_lanes)

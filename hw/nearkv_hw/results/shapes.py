@@ -8,10 +8,10 @@ from ..abi.formats import OutputForm
 from ..interfaces import PAGE_BITS, LanePartial, State
 
 
-def check_channels(channels):
-    """ValueError unless `channels` is a number of channels that a device may have."""
-    if channels not in CHANNEL_CHOICES:
-        raise ValueError(f"channels must be one of {CHANNEL_CHOICES}, not {channels!r}")
+def check_units(units):
+    """ValueError unless `units` is a number of attention units whose partials can be merged."""
+    if units not in CHANNEL_CHOICES:
+        raise ValueError(f"units must be one of {CHANNEL_CHOICES}, not {units!r}")
 
 
 def check_finish_lanes(finish_lanes):
@@ -28,7 +28,7 @@ class Denominator(data.Struct):
 
 
 class PassEnd(data.Struct):
-    """What all channels together say of a pass when it ends."""
+    """What all units together say of a pass when it ends."""
 
     status: unsigned(8)
     page: PAGE_BITS

@@ -12,7 +12,7 @@ from nearkv_hw.arithmetic.binned import empty_top
 from nearkv_hw.arithmetic.score import DOT_TOP_BITS
 from nearkv_hw.arithmetic.weight import Weight
 from nearkv_hw.attention.array import Array, array_operation, row_dots
-from nearkv_hw.attention.shape import UnitShape
+from nearkv_hw.attention.shape import BANKS, PASSES, UnitShape
 from nearkv_hw.interfaces import LanePartial
 from nearkv_sim.cocotb.payload import pack, unpack
 from nearkv_sim.cocotb.runner import parameters, run
@@ -46,21 +46,22 @@ class Model:
         self.dots = None
 
     def load(self, operation, elements):
-        self.kept[operation["query"], operation["bank"], operation["line"]] = elements
+        self.kept[operation["query"], operation["number"] % BANKS, operation["line"]] = elements
 
     def score(self, operation, elements):
         """The row's dot products after its last line, else None."""
         if operation["line"] == 0:
             self.dots = [dot_product([], []) for _ in range(self.queries)]
         for query, dot in enumerate(self.dots):
-            for a, b in zip(self.kept[query, operation["bank"], operation["line"]], elements, strict=True):
+            kept = self.kept[query, operation["number"] % BANKS, operation["line"]]
+            for a, b in zip(kept, elements, strict=True):
                 dot.add(a, b)
         return self.dots if operation["last"] else None
 
     def value(self, operation, elements, weights):
         for query, weight in enumerate(weights):
             for lane, element in enumerate(elements):
-                place = query, operation["bank"], operation["line"], lane
+                place = query, operation["number"] % BANKS, operation["line"], lane
                 if operation["first"]:
                     self.sums[place], self.flags[place] = None, 0
                 if weight["significand"] == 0:
@@ -80,13 +81,13 @@ class Model:
                     )
 
     def read(self, operation):
-        """State and flags of the lanes that are read, None where nothing was ever added."""
-        first = operation["read_group"] * self.finish_lanes
+        """State and flags of the line that is read, None where nothing was ever added; in groups of lanes."""
         places = [
             (operation["read_query"], operation["read_bank"], operation["read_line"], lane)
-            for lane in range(first, first + self.finish_lanes)
+            for lane in range(self.lanes)
         ]
-        return [(self.sums[p], self.flags[p]) if p in self.sums else None for p in places]
+        line = [(self.sums[p], self.flags[p]) if p in self.sums else None for p in places]
+        return [line[n : n + self.finish_lanes] for n in range(0, self.lanes, self.finish_lanes)]
 
 
 @cocotb.test()
@@ -108,16 +109,17 @@ async def equals_the_contract(dut, kind):
         return sum(code << 16 * lane for lane, code in enumerate(word)), present, elements
 
     items = []
+    reads = {}  # beats, by the cycle in which they are there
 
     def add(operation, weights=None):
         operation = {"half": rng.getrandbits(1), **operation}
-        if not operation.get("value") and rng.random() < 0.5:
+        at = len(items) + Array.read_cycles
+        if not operation.get("value") and at not in reads and rng.random() < 0.7:
             operation |= {
                 "read": 1,
-                "read_bank": rng.getrandbits(1),
+                "read_bank": rng.randrange(BANKS),
                 "read_query": rng.randrange(queries),
                 "read_line": rng.randrange(ROW_LINES),
-                "read_group": rng.randrange(lanes // finish_lanes),
             }
         word, present, elements = line(operation)
         if operation.get("value"):  # all lanes of V count
@@ -132,29 +134,33 @@ async def equals_the_contract(dut, kind):
             dots = model.score(operation, elements)
         elif operation.get("value"):
             model.value(operation, elements, weights)
-        read = model.read(operation) if operation.get("read") else None
-        items.append((operation, word, present, weights, dots, read))
+        if operation.get("read"):
+            reads.update({at + n: beat for n, beat in enumerate(model.read(operation))})
+        items.append((operation, word, present, weights, dots))
 
     begun = set()
-    for bank in (0, 1):
+    for number in range(BANKS):
         for query in range(queries):
-            for number in range(ROW_LINES):
-                add({"load": 1, "bank": bank, "query": query, "line": number})
+            for line_number in range(ROW_LINES):
+                add({"load": 1, "number": number, "query": query, "line": line_number})
     add({})
     for _ in range(400):
-        bank = rng.getrandbits(1)
-        what = rng.choice(["score", "score", "value", "value", "value", "load", "idle"])
+        number = rng.randrange(PASSES)
+        what = rng.choice(["score", "score", "value", "value", "value", "load", "idle", "end"])
         if what == "load":
-            add({"load": 1, "bank": bank, "query": rng.randrange(queries), "line": rng.randrange(ROW_LINES)})
+            place = {"query": rng.randrange(queries), "line": rng.randrange(ROW_LINES)}
+            add({"load": 1, "number": number, **place})
             add({})  # a K line leaves a cycle
         elif what == "idle":
             add({})
+        elif what == "end":
+            add({"end": 1, "number": number})
         elif what == "score":
-            for number in range(ROW_LINES):
-                add({"score": 1, "bank": bank, "line": number, "last": int(number == ROW_LINES - 1)})
+            for n in range(ROW_LINES):
+                add({"score": 1, "number": number, "line": n, "last": int(n == ROW_LINES - 1)})
         else:
-            first = int(bank not in begun or rng.random() < 0.1)
-            begun.add(bank)
+            first = int(number % BANKS not in begun or rng.random() < 0.1)
+            begun.add(number % BANKS)
             weights = [
                 {
                     "significand": rng.choice([0, *[rng.randrange(1 << 17, 1 << 18) for _ in range(5)]]),
@@ -162,13 +168,13 @@ async def equals_the_contract(dut, kind):
                 }
                 for _ in range(queries)
             ]
-            for number in range(ROW_LINES):
-                add({"value": 1, "bank": bank, "line": number, "first": first}, weights)
+            for n in range(ROW_LINES):
+                add({"value": 1, "number": number, "line": n, "first": first}, weights)
 
     row_cycles = parameters()["row_cycles"]
     edge = RisingEdge(dut.clk)
-    rows = reads = 0
-    for cycle in range(len(items) + max(row_cycles, Array.read_cycles)):
+    rows = ends = lanes_read = 0
+    for cycle in range(len(items) + max(row_cycles, Array.read_cycles + lanes // finish_lanes)):
         if cycle < len(items):
             operation, word, present, *_ = items[cycle]
             dut.operation.value = pack(layout, operation)
@@ -182,11 +188,13 @@ async def equals_the_contract(dut, kind):
             dut.weights.value = pack(data.ArrayLayout(Weight, queries), weights)
         await edge
         done = cycle - row_cycles
-        dots = items[done][4] if 0 <= done < len(items) else None
-        assert value(dut.row_valid) == (dots is not None)
-        if dots is not None:
+        operation, *_, dots = items[done] if 0 <= done < len(items) else ({}, None)
+        assert value(dut.row_valid) == (dots is not None or operation.get("end", 0))
+        if value(dut.row_valid):
             row = unpack(row_dots(queries), value(dut.row))
-            assert row["bank"] == items[done][0]["bank"]
+            assert (row["number"], row["end"]) == (operation["number"], operation.get("end", 0))
+            ends += row["end"]
+        if dots is not None:
             for got, dot in zip(row["dots"], dots, strict=True):
                 rows += 1
                 assert got["nan"] == dot.nan
@@ -194,16 +202,15 @@ async def equals_the_contract(dut, kind):
                     assert (got["positive"], got["negative"]) == (dot.positive, dot.negative)
                 some = got["top"] != empty_top(DOT_TOP_BITS)
                 assert ((got["top"], got["high"], got["low"]) if some else None) == dot.state
-        done = cycle - Array.read_cycles
-        read = items[done][5] if 0 <= done < len(items) else None
-        assert value(dut.read_valid) == (read is not None)
-        if read is not None:
+        assert value(dut.read_valid) == (cycle in reads)
+        if cycle in reads:
             got = unpack(data.ArrayLayout(LanePartial, finish_lanes), value(dut.lanes_read))
-            for lane, expected in zip(got, read, strict=True):
+            for lane, expected in zip(got, reads[cycle], strict=True):
                 if expected is not None:
-                    reads += 1
+                    lanes_read += 1
                     held = lane["state"]
                     assert ((held["top"], held["high"], held["low"]) if held["some"] else None) == expected[0]
                     assert lane["flags"] == expected[1]
     assert rows > 50
-    assert reads > 100
+    assert ends > 10
+    assert lanes_read > 100

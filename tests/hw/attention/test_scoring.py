@@ -17,7 +17,7 @@ from nearkv_hw.attention.scoring import (
     denominator_read,
     opening,
 )
-from nearkv_hw.attention.shape import BANKS
+from nearkv_hw.attention.shape import PASSES
 from nearkv_hw.interfaces import State
 from nearkv_sim.cocotb.payload import pack, unpack
 from nearkv_sim.cocotb.runner import parameters, run
@@ -97,13 +97,13 @@ async def equals_the_contract(dut, idle):
     reads = StreamSource(dut, "reads", idle=idle, shape=denominator_read(queries))
     edge = RisingEdge(dut.clk)
     slot = 0
-    factors, counts = [{}, {}], [1, 1]
-    for number in range(12):
-        bank = number % BANKS
-        count = counts[bank] = rng.randint(1, queries)
-        factor_bits, factors[bank] = random_factor(rng)
-        dut.factors.value = pack(data.ArrayLayout(Factor, BANKS), factors)
-        dut.counts.value = pack(data.ArrayLayout(queries.bit_length(), BANKS), counts)
+    factors, counts = [{}] * PASSES, [1] * PASSES
+    for turn in range(12):
+        number = turn % PASSES
+        count = counts[number] = rng.randint(1, queries)
+        factor_bits, factors[number] = random_factor(rng)
+        dut.factors.value = pack(data.ArrayLayout(Factor, PASSES), factors)
+        dut.counts.value = pack(data.ArrayLayout(queries.bit_length(), PASSES), counts)
         sinks = [
             rng.choice(
                 [float32_bits(rng.uniform(-9, 9)), 0xFF800000, rng.choice([0x7F800000, 0x7FC00000, 0])]
@@ -111,7 +111,7 @@ async def equals_the_contract(dut, idle):
             for _ in range(queries)
         ]
         has_sinks = rng.getrandbits(1)
-        openings.send([{"bank": bank, "sinks": has_sinks, "values": sinks}])
+        openings.send([{"number": number, "sinks": has_sinks, "values": sinks}])
         await openings.drained()
         golden = [Query(sink if has_sinks else None) for sink in sinks[:count]]
 
@@ -127,7 +127,7 @@ async def equals_the_contract(dut, idle):
             # a row's slot is used again only after it was shown
             here = here and sent - shown < WEIGHT_SLOTS
             dut.row_valid.value = int(here)
-            row = {"dots": rows[sent], "bank": bank} if here else {"bank": 1 - bank}
+            row = {"dots": rows[sent], "number": number} if here else {"number": rng.randrange(PASSES)}
             dut.row.value = pack(row_dots(queries), row)
             sent += here
             before, show = show, shown < weighed
@@ -143,13 +143,22 @@ async def equals_the_contract(dut, idle):
                         assert (weight["significand"], weight["exponent"]) == expected
             shown += show
             weighed += value(dut.row_weighed)
-        dut.row_valid.value = 0
         slot += len(rows)
         if idle == 0 and len(rows) == 50:  # one query per pipe and cycle
             per_row = min(count, queries // pipes)
             assert cycle() - begun <= 50 * per_row + Scoring.weigh_cycles + 5
 
-        reads.send([{"bank": bank, "query": index} for index in range(count)])
+        # the end of the pass goes the way of the rows; what is asked for behind it is whole
+        dut.row_valid.value = 1
+        dut.row.value = pack(row_dots(queries), {"end": 1, "number": number})
+        await edge
+        dut.row_valid.value = 0
+        while not value(dut.row_ended):
+            await edge
+        assert value(dut.row_ended) == 1 << number
+        assert value(dut.row_taken)
+
+        reads.send([{"number": number, "query": index} for index in range(count)])
         answers = []
         while len(answers) < count:
             await edge

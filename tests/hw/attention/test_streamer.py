@@ -6,7 +6,7 @@ import pytest
 from amaranth.lib import data
 from cocotb.triggers import RisingEdge
 from nearkv_hw.attention.scoring import WEIGHT_SLOTS
-from nearkv_hw.attention.shape import BANKS, UnitShape
+from nearkv_hw.attention.shape import PASSES, UnitShape
 from nearkv_hw.attention.streamer import LineKind, Streamer, geometry, line_tag
 from nearkv_hw.interfaces import PageItem, ReadRequest
 from nearkv_sim.cocotb.payload import pack
@@ -18,7 +18,7 @@ SHAPE = UnitShape()
 
 @pytest.mark.rtl
 def test_streamer():
-    run(Streamer(shape=SHAPE, depth=16), module=__file__)
+    run(Streamer(shape=SHAPE, outstanding=16), module=__file__)
 
 
 class Bench:
@@ -31,20 +31,21 @@ class Bench:
         self.requests = StreamSink(dut, "requests", backpressure=backpressure, shape=ReadRequest)
         self.tags = StreamSink(dut, "tags", backpressure=backpressure, shape=line_tag(SHAPE))
         self.expected = []  # per pass: ([K lines], [V lines]) as (line, position, last, page)
-        self.geometry = [{}, {}]
+        self.geometry = [{}] * PASSES
+        dut.loaded.value = (1 << PASSES) - 1
 
-    def set_geometry(self, bank, k_lines, v_lines):
-        self.geometry[bank] = {"tenant": bank + 1, "k_last": k_lines - 1, "v_last": v_lines - 1}
-        self.dut.geometry.value = pack(data.ArrayLayout(geometry(SHAPE), BANKS), self.geometry)
+    def set_geometry(self, number, k_lines, v_lines):
+        self.geometry[number] = {"tenant": number + 1, "k_last": k_lines - 1, "v_last": v_lines - 1}
+        self.dut.geometry.value = pack(data.ArrayLayout(geometry(SHAPE), PASSES), self.geometry)
 
-    async def start(self, bank):
-        self.dut.start.value = 1 << bank
+    async def start(self, number):
+        self.dut.start.value = 1 << number
         await RisingEdge(self.dut.clk)
         self.dut.start.value = 0
 
-    def send(self, bank, pages):
+    def send(self, number, pages):
         """Send a pass of (rows) pages; returns its lines."""
-        k_lines, v_lines = (self.geometry[bank][name] + 1 for name in ("k_last", "v_last"))
+        k_lines, v_lines = (self.geometry[number][name] + 1 for name in ("k_last", "v_last"))
         items, k, v = [], [], []
         for page, rows in enumerate(pages):
             k_line, v_line = self.rng.getrandbits(30), self.rng.getrandbits(30)
@@ -65,17 +66,18 @@ async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
     await start(dut)
     bench = Bench(dut, f"rows {idle} {backpressure}", idle=idle, backpressure=backpressure)
     plans = [(1, 1), (4, 2), (2, 8), (1, 3), (8, 8), (1, 1)]
-    for bank in range(BANKS):
-        bench.set_geometry(bank, *plans[bank])
-    for bank in range(BANKS):
-        await bench.start(bank)
-    for number, (k_lines, v_lines) in enumerate(plans):
-        bank = number % BANKS
-        if number >= BANKS:  # as the loader does: the earlier pass of the bank is over
-            bench.set_geometry(bank, k_lines, v_lines)
-            await bench.start(bank)
+    for number in range(PASSES):
+        bench.set_geometry(number, *plans[number])
+    for number in range(PASSES):
+        await bench.start(number)
+    for turn, (k_lines, v_lines) in enumerate(plans):
+        number = turn % PASSES
+        bench.dut.loaded.value = bench.rng.getrandbits(PASSES)
+        if turn >= PASSES:  # as the loader does: the earlier pass of the number is over
+            bench.set_geometry(number, k_lines, v_lines)
+            await bench.start(number)
         pages = [bench.rng.choice([1, 3, 4, 16, 17, 40]) for _ in range(bench.rng.choice([0, 1, 6]))]
-        lines = dict(zip((LineKind.K, LineKind.V), bench.send(bank, pages), strict=True))
+        lines = dict(zip((LineKind.K, LineKind.V), bench.send(number, pages), strict=True))
         at = dict.fromkeys(lines, 0)
         rows = dict.fromkeys(lines, 0)
         ends = []
@@ -88,7 +90,7 @@ async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
             (request,) = await bench.requests.receive()
             got = request["line"], tag["line"], tag["last"], tag["page"]
             assert got == lines[kind][at[kind]]
-            assert request["tenant"] == bank + 1
+            assert request["tenant"] == number + 1
             at[kind] += 1
             rows[kind] += tag["last"]
             ahead = rows[LineKind.K] - rows[LineKind.V]
@@ -106,11 +108,11 @@ async def loses_no_cycle(dut, page_rows, row_lines):
     await start(dut)
     bench = Bench(dut, "rate")
     count = 0
-    for bank in range(BANKS):
-        bench.set_geometry(bank, *row_lines)
-    for bank in range(BANKS):
-        await bench.start(bank)
-        k, v = bench.send(bank, [page_rows] * (512 // page_rows))
+    for number in range(2):
+        bench.set_geometry(number, *row_lines)
+    for number in range(2):
+        await bench.start(number)
+        k, v = bench.send(number, [page_rows] * (512 // page_rows))
         count += len(k) + len(v)
     await bench.requests.receive(count)
     when = bench.requests.cycles
@@ -119,6 +121,25 @@ async def loses_no_cycle(dut, page_rows, row_lines):
     # two ends of K or V stand between, each for one cycle
     assert when[last_k] - when[first_v] - (last_k - first_v) <= 4
     assert when[-1] - when[0] <= count + 64
+
+
+@cocotb.test()
+@cocotb.parametrize(loaded=[0, 1])
+async def k_that_would_wait_for_its_queries_stands_back(dut, loaded):
+    await start(dut)
+    bench = Bench(dut, "queries")
+    bench.dut.loaded.value = 1 | loaded << 1
+    for number in range(2):
+        bench.set_geometry(number, 2, 2)
+    for number in range(2):
+        await bench.start(number)
+        bench.send(number, [16, 16])
+    tags = await bench.tags.receive(2 * 128 + 4)
+    kinds = [LineKind(tag["kind"]) for tag in tags]
+    kinds = kinds[: kinds.index(LineKind.V_END)]
+    # lines of the first pass, and K of the second among them if its queries are there
+    assert kinds.count(LineKind.V) == 64
+    assert kinds.count(LineKind.K) == (128 if loaded else 64)
 
 
 @cocotb.test()

@@ -1,10 +1,10 @@
 # amaranth: UnusedElaboratable=no
-"""The merge of the channels' partial streams is the contract's binned merge, whatever the channels' pace.
+"""The merge of the units' partial streams is the contract's binned merge, whatever the units' pace.
 
-Proved here for 2 and 8 channels: random and extreme states (tops apart by 0, 1, 2 and the whole range, limbs
-at their limits, cancellation, empty states with noise in them), flags, end records; channels idle
-independently, backpressure behind; latency and throughput. That the golden merge itself has the laws that
-make the tree's shape immaterial (associative, commutative, empty as identity) is a property test.
+Proved here for 2 to 16 units (one is wires alone): random and extreme states (tops apart by 0, 1, 2 and the
+whole range, limbs at their limits, cancellation, empty states with noise in them), flags, end records; units
+idle independently, backpressure behind; latency and throughput. That the golden merge itself has the laws
+that make the tree's shape immaterial (associative, commutative, empty as identity) is a property test.
 """
 
 import cocotb
@@ -25,24 +25,24 @@ STATES = st.none() | st.tuples(st.integers(-4, 4), st.integers(-9, 9), st.intege
 
 
 @pytest.mark.rtl
-@pytest.mark.parametrize("channels", [2, 8])
-def test_merge(channels):
-    component = Merge(channels=channels, finish_lanes=LANES)
-    run(component, module=__file__, parameters={"channels": channels, "latency": component.latency_cycles})
+@pytest.mark.parametrize("units", [2, 4, 8, 16])
+def test_merge(units):
+    component = Merge(units=units, finish_lanes=LANES)
+    run(component, module=__file__, parameters={"units": units, "latency": component.latency_cycles})
 
 
 @pytest.mark.parametrize(
-    ("channels", "finish_lanes", "message"),
+    ("units", "finish_lanes", "message"),
     [
-        (0, 2, r"channels must be one of \(1, 2, 4, 8, 16\), not 0"),
-        (6, 2, r"channels must be one of \(1, 2, 4, 8, 16\), not 6"),
+        (0, 2, r"units must be one of \(1, 2, 4, 8, 16\), not 0"),
+        (6, 2, r"units must be one of \(1, 2, 4, 8, 16\), not 6"),
         (2, 3, r"finish_lanes must be one of \(2, 4, 8\), not 3"),
         (2, None, r"finish_lanes must be one of \(2, 4, 8\), not None"),
     ],
 )
-def test_parameters_are_checked(channels, finish_lanes, message):
+def test_parameters_are_checked(units, finish_lanes, message):
     with pytest.raises(ValueError, match=message):
-        Merge(channels=channels, finish_lanes=finish_lanes)
+        Merge(units=units, finish_lanes=finish_lanes)
 
 
 @given(STATES, STATES, STATES)
@@ -52,34 +52,34 @@ def test_merge_has_its_laws(a, b, c):
     assert merge_states(a, None) == a
 
 
-def random_lane(rng, channels):
-    """What the channels hold of one lane: [(state, flags)] per channel."""
+def random_lane(rng, units):
+    """What the units hold of one lane: [(state, flags)] per unit."""
     kind = rng.random()
-    limit = (1 << 55) // channels
+    limit = (1 << 55) // units
     if kind < 0.1:
-        tops = [rng.choice((-(1 << 19), (1 << 19) - 1, 0)) for _ in range(channels)]
+        tops = [rng.choice((-(1 << 19), (1 << 19) - 1, 0)) for _ in range(units)]
         states = [(top, rng.choice((-limit, limit - 1)), rng.choice((-limit, limit - 1))) for top in tops]
     elif kind < 0.2:
         top, high, low = rng.randrange(-9, 9), rng.getrandbits(40), rng.getrandbits(40)
-        states = [(top, high, -low) if c % 2 else (top, -high, low) for c in range(channels)]
+        states = [(top, high, -low) if c % 2 else (top, -high, low) for c in range(units)]
     else:
         around = rng.randrange(-100, 100)
-        states = [random_state(rng, around, 50) for _ in range(channels)]
+        states = [random_state(rng, around, 50) for _ in range(units)]
     return [(state, rng.getrandbits(3) & rng.getrandbits(3)) for state in states]
 
 
 def random_beats(rng, count):
-    """`count` beats: for each its fields per channel, and the merged beat's fields that have a meaning."""
-    channels = parameters()["channels"]
+    """`count` beats: for each its fields per unit, and the merged beat's fields that have a meaning."""
+    units = parameters()["units"]
     beats = []
     for _ in range(count):
         kind = rng.choice((BeatKind.DENOMINATOR, BeatKind.LANES, BeatKind.LANES, BeatKind.END))
-        lanes = [random_lane(rng, channels) for _ in range(LANES)]
+        lanes = [random_lane(rng, units) for _ in range(LANES)]
         ends = [
             (int(rng.choice((Status.OK, Status.OK, Status.POISON, Status.PAGE_DENIED))), rng.getrandbits(21))
-            for _ in range(channels)
+            for _ in range(units)
         ]
-        lines = [rng.getrandbits(32) for _ in range(channels)]
+        lines = [rng.getrandbits(32) for _ in range(units)]
         inputs = [
             {
                 "kind": kind.value,
@@ -88,7 +88,7 @@ def random_beats(rng, count):
                 "page": ends[c][1],
                 "lines": lines[c],
             }
-            for c in range(channels)
+            for c in range(units)
         ]
         if kind is BeatKind.END:
             status, page = min((end for end in ends if end[0]), key=lambda end: end[1], default=(0, None))
@@ -116,10 +116,9 @@ def meaning(beat):
 
 
 async def check(dut, name, count, idle, backpressure):
-    channels = parameters()["channels"]
+    units = parameters()["units"]
     sources = [
-        StreamSource(dut, f"partials_{c}", shape=SHAPE, idle=idle * (c + 1) / channels)
-        for c in range(channels)
+        StreamSource(dut, f"partials_{c}", shape=SHAPE, idle=idle * (c + 1) / units) for c in range(units)
     ]
     sink = StreamSink(dut, "merged", shape=SHAPE, backpressure=backpressure)
     beats = random_beats(random(name), count)

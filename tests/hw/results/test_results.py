@@ -1,7 +1,7 @@
 # amaranth: UnusedElaboratable=no
-"""The results side as a whole: what the channels send ends in memory, bit for bit as the contract says.
+"""The results side as a whole: what the units send ends in memory, bit for bit as the contract says.
 
-Proved here for 1, 2 and 4 channels, under random idle and backpressure on every interface: random passes of
+Proved here for 1, 2, 4 and 16 units, under random idle and backpressure on every interface: random passes of
 every output form, query count and odd value dimension, with flags, empty sums, cancellation and far
 exponents, end in memory as the golden model has them and nowhere else; each is reported once, in order, after
 its last write was answered, with the right status, page and lines (refused writes and faults included).
@@ -22,18 +22,18 @@ from results_stimulus import WriteFabric, random_pass
 
 
 @pytest.mark.rtl
-@pytest.mark.parametrize(("channels", "finish_lanes"), [(1, 2), (2, 2), (4, 4)])
-def test_results(channels, finish_lanes):
-    component = Results(channels=channels, finish_lanes=finish_lanes)
-    given = {"channels": channels, "finish_lanes": finish_lanes, "end_cycles": component.end_cycles}
+@pytest.mark.parametrize(("units", "finish_lanes"), [(1, 2), (2, 2), (4, 4), (16, 2)])
+def test_results(units, finish_lanes):
+    component = Results(units=units, finish_lanes=finish_lanes)
+    given = {"units": units, "finish_lanes": finish_lanes, "end_cycles": component.end_cycles}
     run(component, module=__file__, parameters=given)
 
 
 def test_parameters_are_checked():
-    with pytest.raises(ValueError, match=r"channels must be one of \(1, 2, 4, 8, 16\), not 3"):
-        Results(channels=3, finish_lanes=2)
+    with pytest.raises(ValueError, match=r"units must be one of \(1, 2, 4, 8, 16\), not 3"):
+        Results(units=3, finish_lanes=2)
     with pytest.raises(ValueError, match=r"finish_lanes must be one of \(2, 4, 8\), not 1"):
-        Results(channels=2, finish_lanes=1)
+        Results(units=2, finish_lanes=1)
 
 
 class Bench:
@@ -41,12 +41,12 @@ class Bench:
 
     def __init__(self, dut, passes, name, *, idle=0.0, backpressure=0.0, latency=(5, 5)):
         self.passes = passes
-        self.channels = parameters()["channels"]
+        self.units = parameters()["units"]
         finish_lanes = parameters()["finish_lanes"]
         shape = partial_beat(finish_lanes)
         self.sources = [
-            StreamSource(dut, f"partials_{c}", shape=shape, idle=idle * (c + 1) / self.channels)
-            for c in range(self.channels)
+            StreamSource(dut, f"partials_{c}", shape=shape, idle=idle * (c + 1) / self.units)
+            for c in range(self.units)
         ]
         self.jobs = StreamSource(dut, "jobs", shape=ResultJob, idle=idle)
         self.done = StreamSink(dut, "done", shape=PassDone, backpressure=backpressure)
@@ -78,7 +78,7 @@ def make_passes(name, count, **fixed):
     rng = random(name)
     passes, line = [], rng.getrandbits(33)
     for _ in range(count):
-        passes.append(random_pass(rng, parameters()["channels"], line=line, **fixed))
+        passes.append(random_pass(rng, parameters()["units"], line=line, **fixed))
         job = passes[-1].job
         line += job["queries"] * ResultLayout(job["value_dim"], OutputForm(job["form"])).lines
     return passes
