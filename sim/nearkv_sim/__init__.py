@@ -42,17 +42,24 @@ def open_port(
     ----------
     spec : "model", "rtl" or "cocotb", with a preset after a colon where wanted: "rtl:card".
     trace : build the RTL with waveforms, so that the port's `start_wave` works.
-    seed : of what the cocotb device does at random; by default a new one, which its errors name.
-    report : takes a line per step of a build; by default the terminal shows them.
+    seed : of what the cocotb device, and no other, does at random; by default a new one, which its errors
+        name.
+    report : takes a line per step of a build, of which the model has none; by default the terminal shows
+        them.
     overrides : fields of `nearkv_hw.abi.DeviceConfig`.
 
     Raises
     ------
-    ValueError : an unknown kind, preset or field, or a value out of range.
+    ValueError : an unknown kind, preset or field, a value out of range, or an option that the kind does not
+        have.
     BuildError, ToolMissing : the RTL could not be built: what failed, or what is missing and how to get it.
     """
     kind, preset = kind_and_preset(spec)
     config = configure(preset, **overrides)
+    if trace and kind == "model":
+        raise ValueError("trace=True: the model has no signals to record; open rtl or cocotb for a wave")
+    if seed is not None and kind != "cocotb":
+        raise ValueError(f"seed={seed!r}: only the cocotb device does anything at random, not {kind}")
     if kind == "model":
         from .model import ModelPort
 

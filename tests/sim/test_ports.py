@@ -23,7 +23,7 @@ OUTSIDE = CAPACITY + 64
 
 @pytest.fixture(scope="module")
 def design():
-    return to_verilog(ToyDevice(capacity_bytes=CAPACITY))
+    return to_verilog(ToyDevice(capacity_bytes=CAPACITY, ports=2))
 
 
 @pytest.fixture(params=["rtl", "rtl-shaken", "cocotb"])
@@ -62,6 +62,16 @@ def test_reads_bring_what_was_written(port):
     np.testing.assert_array_equal(after.data, data[::-1])
     assert (after.access == Access.DATA).all()
     assert port.link_bytes == 64 * 1500
+
+
+@pytest.mark.parametrize("ports", [1, 2, 3])
+def test_all_ports_are_used(ports):
+    """A port of the toy takes a read in every `ports`-th cycle, so all it has make one per cycle."""
+    wide = to_verilog(ToyDevice(capacity_bytes=CAPACITY, ports=ports))
+    with RtlPort(configure(), library=device_library(wide, name=f"toy{ports}")) as port:
+        began = port.cycles
+        port.run([Read(np.arange(2000, dtype=np.uint64) * 64)])
+        assert 2000 <= port.cycles - began <= 2060
 
 
 def test_enables_choose_bytes(port):

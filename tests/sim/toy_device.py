@@ -17,62 +17,66 @@ class ToyDevice(wiring.Component):
     ----------
     capacity_bytes : memory; a power of two.
     flip_tags : answer every read with a wrong tag.
+    ports : ports of the endpoint, which use the one memory in turn, a cycle each.
     """
 
-    def __init__(self, *, capacity_bytes=1 << 30, flip_tags=False):
+    def __init__(self, *, capacity_bytes=1 << 30, flip_tags=False, ports=1):
         self.lines = capacity_bytes // LINE_BYTES
         self.flip_tags = flip_tags
+        self.ports = ports
         super().__init__(
             {
-                "m2s_req": In(stream.Signature(REQ)),
-                "m2s_rwd": In(stream.Signature(RWD)),
-                "s2m_ndr": Out(stream.Signature(NDR)),
-                "s2m_drs": Out(stream.Signature(DRS)),
+                "m2s_req": In(stream.Signature(REQ)).array(ports),
+                "m2s_rwd": In(stream.Signature(RWD)).array(ports),
+                "s2m_ndr": Out(stream.Signature(NDR)).array(ports),
+                "s2m_drs": Out(stream.Signature(DRS)).array(ports),
             }
         )
 
     def elaborate(self, platform):
         m = Module()
         m.submodules.store = store = Store(channel=0)
-        m.submodules.requests = requests = Queue(shape=REQ, depth=4)
-        m.submodules.writes = writes = Queue(shape=RWD, depth=4)
-        m.submodules.done = done = Queue(shape=NDR, depth=4)
-        m.submodules.data = data = Queue(shape=DRS, depth=4)
-        wiring.connect(m, wiring.flipped(self.m2s_req), requests.i)
-        wiring.connect(m, wiring.flipped(self.m2s_rwd), writes.i)
-        wiring.connect(m, done.o, wiring.flipped(self.s2m_ndr))
-        wiring.connect(m, data.o, wiring.flipped(self.s2m_drs))
-        now = Signal(64)
-        m.d.sync += now.eq(now + 1)
-        self._writes(m, store, writes.o, done.i)
-        self._reads(m, store, requests.o, data, now)
+        now, turn = Signal(64), Signal(range(self.ports + 1))
+        m.d.sync += [now.eq(now + 1), turn.eq(Mux(turn == self.ports - 1, 0, turn + 1))]
+        for port in range(self.ports):
+            m.submodules[f"requests{port}"] = requests = Queue(shape=REQ, depth=4)
+            m.submodules[f"writes{port}"] = writes = Queue(shape=RWD, depth=4)
+            m.submodules[f"done{port}"] = done = Queue(shape=NDR, depth=4)
+            m.submodules[f"data{port}"] = data = Queue(shape=DRS, depth=4)
+            wiring.connect(m, wiring.flipped(self.m2s_req[port]), requests.i)
+            wiring.connect(m, wiring.flipped(self.m2s_rwd[port]), writes.i)
+            wiring.connect(m, done.o, wiring.flipped(self.s2m_ndr[port]))
+            wiring.connect(m, data.o, wiring.flipped(self.s2m_drs[port]))
+            self._writes(m, store, turn == port, writes.o, done.i)
+            self._reads(m, store, turn == port, requests.o, data, now)
         return m
 
-    def _writes(self, m, store, write, done):
+    def _writes(self, m, store, mine, write, done):
         header = write.payload.header
         line = header.address
         partial = header.opcode == M2SRwDOp.MEM_WR_PTL
         m.d.comb += [
-            done.valid.eq(write.valid),
-            write.ready.eq(done.ready),
+            done.valid.eq(write.valid & mine),
+            write.ready.eq(done.ready & mine),
             done.payload.valid.eq(1),
             done.payload.tag.eq(header.tag),
-            store.write_enable.eq(write.valid & done.ready & header.valid & (line < self.lines)),
-            store.write_line.eq(line),
-            store.write_data.eq(write.payload.data),
-            store.write_mask.eq(Mux(partial, write.payload.enable, ~0)),
-            store.write_poison.eq(header.poison),
         ]
+        with m.If(mine):
+            m.d.comb += [
+                store.write_enable.eq(write.valid & done.ready & header.valid & (line < self.lines)),
+                store.write_line.eq(line),
+                store.write_data.eq(write.payload.data),
+                store.write_mask.eq(Mux(partial, write.payload.enable, ~0)),
+                store.write_poison.eq(header.poison),
+            ]
 
-    def _reads(self, m, store, request, data, now):
+    def _reads(self, m, store, mine, request, data, now):
         header = request.payload
         expected = header.opcode.matches(M2SReqOp.MEM_RD, M2SReqOp.MEM_RD_DATA) & header.valid
         reading, tag, clock, outside = Signal(), Signal(16), Signal(), Signal()
         answer = data.i.payload
         m.d.comb += [
-            request.ready.eq(data.level + reading < data.depth),
-            store.read_enable.eq(request.valid & request.ready),
-            store.read_line.eq(header.address),
+            request.ready.eq(mine & (data.level + reading < data.depth)),
             data.i.valid.eq(reading),
             answer.header.valid.eq(1),
             answer.header.tag.eq(~tag if self.flip_tags else tag),
@@ -80,6 +84,11 @@ class ToyDevice(wiring.Component):
             answer.header.poison.eq(store.read_poison & ~outside & ~clock),
             answer.data.eq(Mux(clock, now, store.read_data)),
         ]
+        with m.If(mine):
+            m.d.comb += [
+                store.read_enable.eq(request.valid & request.ready),
+                store.read_line.eq(header.address),
+            ]
         m.d.sync += [
             reading.eq(request.valid & request.ready & expected),
             tag.eq(header.tag),

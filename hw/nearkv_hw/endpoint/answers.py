@@ -11,6 +11,9 @@ from ..common.queue import Queue
 from ..interfaces import REQUEST_ID_BITS, FabricResponse, Fault
 from .messages import DRS, NDR
 
+MIN_OUTSTANDING = 8
+"""So that the device's load can be told in eighths."""
+
 
 class DevLoad(enum.Enum, shape=2):
     """`cxl.DevLoad`."""
@@ -61,6 +64,7 @@ class Answers(wiring.Component):
         message.
     own : In(stream(OwnAnswer)) : the endpoint's own answers; RwD messages have completions only.
     s2m_ndr : Out(stream(NDR)), s2m_drs : Out(stream(DRS)) : messages to the host.
+    open : In(1) : a message may be offered to the host. One that was offered stays.
     req_room, rwd_room : Out(1) : one more message may be accepted.
     req_accepted, rwd_accepted : In(1) : one is.
     req_dropped : In(1) : a Req turns out to have no answer.
@@ -75,8 +79,10 @@ class Answers(wiring.Component):
     latency_cycles = 2
 
     def __init__(self, *, outstanding):
-        if not isinstance(outstanding, int) or outstanding < 8:
-            raise ValueError(f"outstanding must be an integer of at least 8, not {outstanding!r}")
+        if not isinstance(outstanding, int) or outstanding < MIN_OUTSTANDING:
+            raise ValueError(
+                f"outstanding must be an integer of at least {MIN_OUTSTANDING}, not {outstanding!r}"
+            )
         self.outstanding = outstanding
         super().__init__(
             {
@@ -85,6 +91,7 @@ class Answers(wiring.Component):
                 "own": In(stream.Signature(OwnAnswer)),
                 "s2m_ndr": Out(stream.Signature(NDR)),
                 "s2m_drs": Out(stream.Signature(DRS)),
+                "open": In(1),
                 "req_room": Out(1),
                 "rwd_room": Out(1),
                 "req_accepted": In(1),
@@ -187,13 +194,15 @@ class Answers(wiring.Component):
             drs.header.poison.eq(lines.payload.poison),
             drs.data.eq(lines.payload.data),
         ]
-        for queue, port, header in (
-            (completions, self.s2m_ndr, ndr),
-            (lines, self.s2m_drs, drs.header),
+        for name, queue, port, header in (
+            ("ndr", completions, self.s2m_ndr, ndr),
+            ("drs", lines, self.s2m_drs, drs.header),
         ):
+            offered = Signal(name=f"{name}_offered")
+            m.d.sync += offered.eq(port.valid & ~port.ready)
             m.d.comb += [
-                port.valid.eq(queue.valid),
-                queue.ready.eq(port.ready),
+                port.valid.eq(queue.valid & (self.open | offered)),
+                queue.ready.eq(port.valid & port.ready),
                 header.valid.eq(1),
                 header.meta_field.eq(int(cxl.MetaField.NO_OP)),
                 Cat(header.tag, header.ld_id).eq(queue.payload.id),

@@ -1,42 +1,42 @@
-"""The CXL.mem endpoint: messages of the link in, accesses to memory and command windows out, and back."""
+"""The CXL.mem endpoint: as many ports as the link needs, at the link's rate."""
 
-from amaranth.hdl import Module, Signal
+from math import ceil
+from operator import add
+
+from amaranth.hdl import Cat, Module, Signal
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi import DeviceConfig
-from ..abi.lines import LINE_BYTES
-from ..common.buffer import Buffer
+from ..abi.dram import PARTS, Dram
+from ..abi.link import lines_per_cycle, ports, tokens
+from ..common.trees import reduce_tree
 from ..interfaces import FabricPort
-from .answers import Answers, OwnAnswer
-from .arrivals import Arrivals, Content
-from .decode import Access, Decoder
+from .merge import Merge
 from .messages import DRS, NDR, REQ, RWD
+from .pace import Pace
+from .port import EVENTS, Port
 
 _OVERHEAD_CYCLES = 12
 """From a message's arrival to its answer's departure, at most, on an idle device without memory latency."""
 
+_QUEUED_CYCLES = 32
+"""What a read of DRAM waits in the controller's queues while others are served."""
+
 
 class Endpoint(wiring.Component):
-    """Transaction layer of a Type 3 device with host-only coherent memory (HDM-H), messages of 68-byte mode.
+    """Ports that carry messages side by side, and one count of tokens per direction for all of them.
 
-    - MemRd and MemRdData are answered MemData. MemWr and MemWrPtl are answered Cmp when the write is done.
-    - An address of no memory and no window, and memory that the aperture's tenant does not own: reads are
-    answered
-      MemData-NXM with zeros, writes are dropped and answered Cmp.
-    - MemInv, MemInvNT and MemClnEvct are answered Cmp and do nothing; MemSpecRd is dropped and has no answer.
-    - Opcodes that the device does not have are counted. Those that the host waits for are answered, so that
-    no tag
-      stays in use: MemRdTEE and MemRdDataTEE MemData-NXM, all others Cmp (with data: nothing is written).
-      MemRdFwd, MemWrFwd and MemSpecRdTEE have no answer.
-    - A message whose valid bit is clear is none.
+    A link of x16 at 64 GT/s brings more than two lines per device cycle, so the endpoint has as many ports
+    as `abi.link` says. Each is a host's four message streams, with tags of its own, and a master of the
+    fabric. Between messages of different ports there is no order: what depends on a message waits for its
+    answer, as CXL.mem has it between its channels. Messages pass as fast as the link carries them, and no
+    faster: reads, writes and their headers in each direction take their slots (`abi.link`).
 
-    Messages are carried out in the order in which they are accepted, whichever stream they come in; of both
-    streams the first is served first. Tags and LD-IDs come back as they were, whatever they are, twice under
-    way or not.
-
-    A message is accepted only when there is a place for its answer. A host that takes no completions stops
-    its RwD messages, one that takes no data its Req messages; nothing is lost, and the others go on.
+    The buffering law is lines per cycle <= outstanding / round trip. `outstanding` is half as many again as
+    it takes at the link's rate, or at a line per cycle, which is all that a port can carry: a host that uses
+    one port alone has that much. With DRAM there are as many again as keep the link full with answers while
+    the memory refreshes itself.
 
     Parameters
     ----------
@@ -44,105 +44,85 @@ class Endpoint(wiring.Component):
 
     Members
     -------
-    m2s_req : In(stream(REQ)), m2s_rwd : In(stream(RWD)) : requests from the host.
-    s2m_ndr : Out(stream(NDR)), s2m_drs : Out(stream(DRS)) : answers to the host.
-    memory : Out(FabricPort) : accesses to lines of the device; tenant is the aperture, id is tag and LD-ID.
-    window : Out(FabricPort) : accesses to lines of an aperture's command window, counted from its start.
-        Answers of both ports are taken in bounded time.
+    m2s_req : In(stream(REQ)) x ports, m2s_rwd : In(stream(RWD)) x ports : requests from the host.
+    s2m_ndr : Out(stream(NDR)) x ports, s2m_drs : Out(stream(DRS)) x ports : answers to the host.
+    memory : Out(FabricPort()) x ports : accesses to lines of the device.
+    window : Out(FabricPort()) : accesses to lines of an aperture's command window; it answers in order.
     link_reads, link_writes, outside_reads, outside_writes, unsupported : Out(64) : as in `abi.window`.
 
     Latency is `request_cycles` from a message to its request and `answer_cycles` from an answer to its
-    message. Throughput is one message per cycle in all.
+    message, on an idle link; with several ports accesses to the window take `Merge.latency_cycles` more each
+    way. Throughput is the link's, and one message per cycle and port at most.
     """
 
-    request_cycles = Arrivals.latency_cycles + Buffer.latency_cycles
-    answer_cycles = Answers.latency_cycles
+    request_cycles = Port.request_cycles
+    answer_cycles = Port.answer_cycles
 
     def __init__(self, *, config):
         if not isinstance(config, DeviceConfig):
             raise TypeError(f"config must be a DeviceConfig, not {config!r}")
         self.config = config
+        self.ports = count = ports(config.link, config.clock_mhz)
         super().__init__(
             {
-                "m2s_req": In(stream.Signature(REQ)),
-                "m2s_rwd": In(stream.Signature(RWD)),
-                "s2m_ndr": Out(stream.Signature(NDR)),
-                "s2m_drs": Out(stream.Signature(DRS)),
-                "memory": Out(FabricPort()),
+                "m2s_req": In(stream.Signature(REQ)).array(count),
+                "m2s_rwd": In(stream.Signature(RWD)).array(count),
+                "s2m_ndr": Out(stream.Signature(NDR)).array(count),
+                "s2m_drs": Out(stream.Signature(DRS)).array(count),
+                "memory": Out(FabricPort()).array(count),
                 "window": Out(FabricPort()),
-                "link_reads": Out(64),
-                "link_writes": Out(64),
-                "outside_reads": Out(64),
-                "outside_writes": Out(64),
-                "unsupported": Out(64),
+                **dict.fromkeys(EVENTS, Out(64)),
             }
         )
 
     @property
     def outstanding(self):
-        """Req messages, and as many RwD, under way at most: half as many again as a read per cycle needs."""
-        return max(32, (self.config.memory_latency_cycles + _OVERHEAD_CYCLES) * 3 // 2)
+        """Req messages, and as many RwD, under way at most, at each port."""
+        rate = lines_per_cycle(self.config.link, self.config.clock_mhz)
+        latency_cycles, pause_cycles = _memory_cycles(self.config)
+        round_trip = latency_cycles + _OVERHEAD_CYCLES
+        return max(32, ceil(min(1, rate) * round_trip * 3 / 2 + rate / self.ports * pause_cycles))
 
     def elaborate(self, platform):
         m = Module()
-        m.submodules.arrivals = arrivals = Arrivals(content_depth=4)
-        m.submodules.decoder = decoder = Decoder(config=self.config)
-        m.submodules.accesses = accesses = Buffer(shape=Access)
-        m.submodules.own = own = Buffer(shape=OwnAnswer)
-        m.submodules.answers = answers = Answers(outstanding=self.outstanding)
-        for outer, inner in (
-            (self.m2s_req, arrivals.m2s_req),
-            (self.m2s_rwd, arrivals.m2s_rwd),
-            (self.s2m_ndr, answers.s2m_ndr),
-            (self.s2m_drs, answers.s2m_drs),
-            (self.memory.response, answers.memory),
-            (self.window.response, answers.window),
-        ):
-            wiring.connect(m, wiring.flipped(outer), inner)
-        wiring.connect(m, arrivals.messages, decoder.i)
-        wiring.connect(m, decoder.o, accesses.i)
-        wiring.connect(m, own.o, answers.own)
-        m.d.comb += [
-            arrivals.req_room.eq(answers.req_room),
-            arrivals.rwd_room.eq(answers.rwd_room),
-            answers.req_accepted.eq(arrivals.req_accepted),
-            answers.rwd_accepted.eq(arrivals.rwd_accepted),
-            answers.req_dropped.eq(decoder.dropped),
-        ]
-        self._issue(m, accesses.o, arrivals.contents, own.i)
-        for counter, event in (
-            (self.link_reads, decoder.link_read),
-            (self.link_writes, decoder.link_write),
-            (self.outside_reads, decoder.outside_read),
-            (self.outside_writes, decoder.outside_write),
-            (self.unsupported, decoder.unsupported),
-        ):
-            with m.If(event):
-                m.d.sync += counter.eq(counter + 1)
+        members = [Port(config=self.config, outstanding=self.outstanding) for _ in range(self.ports)]
+        m.submodules.merge = merge = Merge(masters=self.ports)
+        wiring.connect(m, merge.port, wiring.flipped(self.window))
+        for i, port in enumerate(members):
+            m.submodules[f"port_{i}"] = port
+            for name in ("m2s_req", "m2s_rwd", "s2m_ndr", "s2m_drs", "memory"):
+                wiring.connect(m, wiring.flipped(getattr(self, name)[i]), getattr(port, name))
+            wiring.connect(m, port.window, merge.masters[i])
+        self._keep_pace(m, members)
+        for name in EVENTS:
+            counter = getattr(self, name)
+            happened = Signal(self.ports, name=f"{name}_now")
+            m.d.comb += happened.eq(Cat(getattr(port, name) for port in members))
+            with m.If(happened.any()):
+                m.d.sync += counter.eq(counter + reduce_tree(happened, add))
         return m
 
-    def _issue(self, m, accesses, contents, own):
-        """Each access to memory, to a window, or straight to the answers."""
-        access, by_itself, content = accesses.payload, Signal(), Signal(Content)
-        with m.If(access.with_data):  # a read's request must not change when content arrives
-            m.d.comb += content.eq(contents.payload)
-        m.d.comb += [
-            by_itself.eq(~access.memory & ~access.window),
-            accesses.ready.eq(
-                (access.memory & self.memory.request.ready)
-                | (access.window & self.window.request.ready)
-                | (by_itself & own.ready)
-            ),
-            contents.ready.eq(accesses.valid & accesses.ready & access.with_data),
-            own.valid.eq(accesses.valid & by_itself),
-            *(own.payload[name].eq(access[name]) for name in ("id", "drs", "with_data")),
-        ]
-        for port, wanted in ((self.memory, access.memory), (self.window, access.window)):
-            request = port.request.payload
-            m.d.comb += [
-                port.request.valid.eq(accesses.valid & wanted),
-                *(request[name].eq(access[name]) for name in ("line", "tenant", "id", "poison")),
-                request.write.eq(access.with_data),
-                request.enable.eq(content.enable | (~access.partial).replicate(LINE_BYTES)),
-                request.data.eq(content.data),
-            ]
+    def _keep_pace(self, m, members):
+        """Open both directions as the link carries."""
+        rate = tokens(self.config.link, self.config.clock_mhz)
+        for direction, kinds in (
+            ("m2s", (("req", rate.req), ("rwd", rate.rwd))),
+            ("s2m", (("ndr", rate.ndr), ("drs", rate.drs))),
+        ):
+            pairs = [(getattr(port, f"{direction}_{kind}"), cost) for port in members for kind, cost in kinds]
+            pace = Pace(per_cycle=rate.per_cycle, costs=[cost for _, cost in pairs])
+            m.submodules[f"{direction}_pace"] = pace
+            m.d.comb += pace.passed.eq(Cat(messages.valid & messages.ready for messages, _ in pairs))
+            for port in members:
+                m.d.comb += getattr(port, f"{direction}_open").eq(pace.open)
+
+
+def _memory_cycles(config):
+    """How long a read takes in the memory, and how long the memory pauses to refresh itself."""
+    if config.dram is Dram.FIXED:
+        return config.memory_latency_cycles, 0
+    part = PARTS[config.dram]
+    frames = part.frames(config.density_gbit, config.refresh)
+    opening = (frames.precharge_to_activate + frames.activate_to_column) * part.subchannels
+    pause = (frames.precharge_to_refresh + frames.refresh + frames.activate_to_column) * part.subchannels
+    return opening + frames.read_cycles + _QUEUED_CYCLES, pause

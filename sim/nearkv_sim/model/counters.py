@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig
-from nearkv_hw.abi.window import CHANNEL_COUNTERS, DEVICE_COUNTERS
+from nearkv_hw.abi.window import CHANNEL_COUNTERS, DEVICE_COUNTERS, MEMORY_COUNTERS
 
 
 class Counters:
@@ -16,11 +16,15 @@ class Counters:
     Members
     -------
     device : the fields of DEVICE_COUNTERS.
-    channels : those of CHANNEL_COUNTERS, int64 [channels] each.
+    channels : those of CHANNEL_COUNTERS, int64 [slices] each.
+    memory : those of MEMORY_COUNTERS, int64 [slices] each; all but lines corrected and lost stay zero.
     """
 
     def __init__(self, config: DeviceConfig) -> None:
         self.device = {field.name: 0 for field in DEVICE_COUNTERS if not field.reserved}
         self.channels: dict[str, npt.NDArray[np.int64]] = {
-            field.name: np.zeros(config.channels, dtype=np.int64) for field in CHANNEL_COUNTERS
+            field.name: np.zeros(config.slices, dtype=np.int64) for field in CHANNEL_COUNTERS
+        }
+        self.memory: dict[str, npt.NDArray[np.int64]] = {
+            field.name: np.zeros(config.slices, dtype=np.int64) for field in MEMORY_COUNTERS
         }

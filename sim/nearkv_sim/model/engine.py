@@ -12,7 +12,7 @@ from nearkv_hw.abi.window import completion_phase
 from ..port import Lines
 from . import attention, timing
 from .counters import Counters
-from .memory import LineIndices, Memory
+from .memory import LineIndices, Mask, Memory
 from .walker import Job, Refusal, Walk, admit, check, read_queries, walk
 from .window import CommandWindow
 
@@ -82,33 +82,49 @@ class Engine:
         task.job = job = check(fields, tenant, self._config)
         passes = timing.passes_of(self._config, job.shape.group)
         entries = admit(job, self.memory)
-        readable = read_queries(job, passes, self.memory)
+        queries = read_queries(job, passes, self.memory)
         found = walk(job, entries, self.memory)
         self._stream(task, job, passes, found.pages)
-        fault = self._first_fault(job, passes, readable, found)
+        fault = self._first_fault(job, passes, queries, found)
         if fault:
             raise fault
         task.pages = found.pages
 
-    def _first_fault(self, job: Job, passes: list[int], readable: list[bool], found: Walk) -> Refusal | None:
-        """Pass by pass: its queries and sinks, its page-table entries, its pages, and then its results.
+    def _first_fault(self, job: Job, passes: list[int], queries: list[Status], found: Walk) -> Refusal | None:
+        """Pass by pass: its queries and sinks, its pages, its page-table entries, and then its results.
 
-        Entries and pages are the same for every pass. A result that cannot be written is found when it is
+        The pages are those before the first entry at fault, so that the lowest page at fault is told. Entries
+        and pages are the same for every pass. A result that cannot be written is found when it is
         written, unless the queries of a later pass cannot be read.
         """
-        if not readable[0]:
-            return Refusal(Status.DENIED)
+        if queries[0] is not Status.OK:
+            return Refusal(queries[0])
+        allowed = self.memory.allowed(found.pages, job.tenant)
+        faults = np.flatnonzero(~allowed | self._spoilt(job, passes, found.pages) & allowed)
+        if len(faults):
+            first = int(faults[0])
+            status = Status.POISON if allowed[first] else Status.PAGE_DENIED
+            return Refusal(status, job.first_page + first)
         if found.fault:
             return found.fault
-        allowed = self.memory.allowed(found.pages, job.tenant)
-        if not allowed.all():
-            return Refusal(Status.PAGE_DENIED, job.first_page + int(np.argmin(allowed)))
-        if all(readable):
+        bad = next((n for n, status in enumerate(queries) if status is not Status.OK), None)
+        if bad is None:
             return None
-        heads = sum(passes[: readable.index(False)])
+        heads = sum(passes[:bad])
         before = job.result_line + np.arange(heads * job.shape.result.lines)
         writable = self.memory.allowed(before, job.tenant).all()
-        return Refusal(Status.DENIED if writable else Status.RESULT_DENIED)
+        return Refusal(queries[bad] if writable else Status.RESULT_DENIED)
+
+    def _spoilt(self, job: Job, passes: list[int], pages: LineIndices) -> Mask:
+        """Which pages, given by their first lines, have a visible row that cannot be corrected."""
+        shape = job.shape
+        starts = (job.first_page + np.arange(len(pages))) << job.page_rows_log2
+        begin = np.maximum(starts, job.row_begin) - starts
+        end = begin + job.rows_of(job.first_page + np.arange(len(pages)))
+        v_area = pages + (shape.k_lines << job.page_rows_log2)
+        k = self.memory.spoilt(pages + begin * shape.k_lines, pages + end * shape.k_lines, len(passes))
+        v = self.memory.spoilt(v_area + begin * shape.v_lines, v_area + end * shape.v_lines, len(passes))
+        return k | v
 
     def _stream(self, task: _Task, job: Job, passes: list[int], pages: LineIndices) -> None:
         """Count the lines and cycles of a job's pages, given by their first lines."""
@@ -116,7 +132,7 @@ class Engine:
         rows = job.rows_of(job.first_page + np.arange(len(pages)))
         lines = rows * (shape.k_lines + shape.v_lines) * len(passes)
         counters.device["violations"] += int(lines[~self.memory.allowed(pages, job.tenant)].sum())
-        streamed = np.zeros(config.channels, dtype=np.int64)
+        streamed = np.zeros(config.slices, dtype=np.int64)
         np.add.at(streamed, self.memory.channels_of(pages), lines)
         busy = int(streamed.max())
         counters.channels["unit_lines"] += streamed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig
 from nearkv_hw.abi.config import EXTENT_SHIFT
-from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
+from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES, LINE_SHIFT
 
 from ..port import Lines
 from .counters import Counters
@@ -19,6 +20,9 @@ Mask = npt.NDArray[np.bool_]
 
 EXTENT_LINES_SHIFT = EXTENT_SHIFT - LINE_SHIFT
 NOBODY = -1
+_WORD_BITS = 64
+_WORD_CHECK_BITS = 8
+_ALL_BYTES = (1 << LINE_BYTES) - 1
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's number; Python names it from 3.13 on
 
 
@@ -26,7 +30,8 @@ class Memory:
     """The lines of a device, all zero at first; only what is written takes room on the host.
 
     Every access names a tenant and is checked against the extent's owner. Lines beyond the memory are
-    nobody's; to touch them is no violation.
+    nobody's; to touch them is no violation. A line is kept with check bits that correct one inverted bit in
+    each of its words and find two.
 
     Parameters
     ----------
@@ -44,7 +49,8 @@ class Memory:
         image = mmap.mmap(-1, config.capacity_bytes, flags=flags)
         self.lines: Lines = np.frombuffer(image, dtype=np.uint8).reshape(-1, LINE_BYTES)
         self.owners = np.full(config.extents, NOBODY, dtype=np.int8)
-        self._channels = config.channels
+        self._flipped: dict[int, set[int]] = {}
+        self._channels = config.slices
         self._counters = counters
 
     def allowed(self, lines: LineIndices, tenant: int) -> Mask:
@@ -76,6 +82,8 @@ class Memory:
         if not allowed.all():
             lines, data = lines[allowed], data[allowed]
             enables = None if enables is None else enables[allowed]
+        if self._flipped:
+            self._overwrite(lines, enables)
         if enables is None:
             self.lines[lines] = data
         else:
@@ -83,6 +91,49 @@ class Memory:
             row, byte = np.nonzero(enabled_bytes(enables))
             self.lines[lines[row], byte] = data[row, byte]
         return allowed
+
+    def flip(self, line: int, bits: Sequence[int]) -> None:
+        """Invert bits of a line: 0 to 511 its data, 512 to 575 its check bits, eight for each word of 64.
+
+        The image keeps what was written: one inverted bit in a word is corrected when the line is read, and
+        a line with two or more in a word is poisoned.
+        """
+        flipped = self._flipped.setdefault(line, set())
+        flipped ^= set(bits)
+        if not flipped:
+            del self._flipped[line]
+
+    def poisoned(self, lines: LineIndices) -> Mask:
+        """Which of the lines, each read once, cannot be corrected; counted, as the corrected ones are."""
+        lost = np.zeros(lines.shape, dtype=np.bool_)
+        for line in self._flipped:
+            here = lines == line
+            if here.any():
+                lost |= here & self._count(line, int(np.count_nonzero(here)))
+        return lost
+
+    def spoilt(self, begin: LineIndices, end: LineIndices, reads: int) -> Mask:
+        """Which runs of lines, each read `reads` times, hold one that cannot be corrected; counted, too."""
+        lost = np.zeros(begin.shape, dtype=np.bool_)
+        for line in self._flipped:
+            here = (begin <= line) & (line < end)
+            if here.any():
+                lost |= here & self._count(line, reads * int(np.count_nonzero(here)))
+        return lost
+
+    def _count(self, line: int, reads: int) -> bool:
+        """Count reads of a line with inverted bits; whether it cannot be corrected."""
+        lost = not _correctable(self._flipped[line])
+        slice_ = int(self.channels_of(np.array(line)))
+        self._counters.memory["uncorrectable" if lost else "corrected"][slice_] += reads
+        return lost
+
+    def _overwrite(self, lines: LineIndices, enables: npt.NDArray[np.uint64] | None) -> None:
+        """Inverted bits are gone with a write, but for what is lost of a line that is written in part."""
+        whole = np.ones(lines.shape, np.bool_) if enables is None else enables == np.uint64(_ALL_BYTES)
+        for line, all_bytes in zip(lines.tolist(), whole.tolist(), strict=True):
+            if line in self._flipped and (all_bytes or _correctable(self._flipped[line])):
+                del self._flipped[line]
 
     def claim(self, first: int, count: int, tenant: int) -> int | None:
         """Give extents to a tenant, all or none; the first that another tenant owns; None if given."""
@@ -105,6 +156,14 @@ class Memory:
         extents = np.minimum(lines >> EXTENT_LINES_SHIFT, len(self.owners) - 1)
         owned: Mask = self.owners[extents] == tenant
         return owned
+
+
+def _correctable(flipped: set[int]) -> bool:
+    """Whether no word of a line has more than one inverted bit."""
+    words = [
+        bit // _WORD_BITS if bit < LINE_BITS else (bit - LINE_BITS) // _WORD_CHECK_BITS for bit in flipped
+    ]
+    return len(set(words)) == len(words)
 
 
 def enabled_bytes(enables: npt.NDArray[np.uint64]) -> Mask:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,8 +12,10 @@ from nearkv_hw.abi import DeviceConfig
 from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.window import WINDOW_BYTES
 
+from ..events import ALL, CAPACITY, EventKind
 from ..port import Access, Addresses, DeviceTimeout, Fence, Poll, Program, Read, ReadResult, Write
-from ..programs import checked
+from ..programs import check_injection, checked
+from . import timing
 from .counters import Counters
 from .engine import Engine
 from .memory import Mask, Memory, enabled_bytes
@@ -24,8 +27,8 @@ _ALL_BYTES = np.uint64((1 << LINE_BYTES) - 1)
 class ModelPort:
     """A device in software that behaves, program by program, as the hardware does.
 
-    Work is done when the doorbell is rung, so a poll sees at once whatever it will ever see. Poison does not
-    exist here: a program cannot write it. Cycles are an estimate (`timing`).
+    Work is done when the doorbell is rung, so a poll sees at once whatever it will ever see. Poison comes
+    from `inject` alone: a program cannot write it. Cycles are an estimate (`timing`).
 
     Parameters
     ----------
@@ -64,11 +67,24 @@ class ModelPort:
         """Bytes of lines that crossed the link, both directions, polling included."""
         return self._link_lines * LINE_BYTES
 
+    def inject(self, address: int, bits: Sequence[int]) -> None:
+        """Invert bits of a line in the DRAM; see `Port.inject`."""
+        check_injection(self.config, address, bits)
+        self._open_engine().memory.flip(address >> LINE_SHIFT, bits)
+
     def start_wave(self, path: Path) -> NoReturn:
         """RuntimeError: software has no waves."""
         raise RuntimeError(
             f"the model device has no signals to record in {path}; open rtl or cocotb for a wave"
         )
+
+    def record(self, capacity: int = CAPACITY, kinds: Collection[EventKind] = ALL) -> NoReturn:
+        """RuntimeError: there are no events to record."""
+        raise RuntimeError("the model has no cycle in which something happens; record an rtl device")
+
+    def recorded(self) -> NoReturn:
+        """RuntimeError, for nothing was recorded."""
+        raise RuntimeError("nothing is recorded: the model has no cycle in which something happens")
 
     def close(self) -> None:
         """End the device; its memory is lost. A second call does nothing."""
@@ -103,6 +119,7 @@ class ModelPort:
             lines = where.offsets[some] >> LINE_SHIFT
             data[some], allowed = memory.read(lines, tenant)
             access[some[allowed]] = Access.DATA
+            access[some[allowed][memory.poisoned(lines[allowed])]] = Access.POISON
         for index in np.flatnonzero(where.window):
             window = self._windows[where.apertures[index]]
             line = window.read(int(where.offsets[index]) - self.config.capacity_bytes)
@@ -123,7 +140,7 @@ class ModelPort:
     def _count_link(self, kind: str, where: _Places) -> None:
         device, count = self._counters.device, len(where.offsets)
         self._link_lines += count
-        device["cycles"] += count
+        device["cycles"] += timing.link_cycles(self.config, **{kind: count})
         device[f"link_{kind}"] += count
         device[f"outside_{kind}"] += int(count - np.count_nonzero(where.memory | where.window))
 

@@ -2,18 +2,30 @@
 
 A job costs a start, the lines of its busiest channel once per pass (a unit takes one line per cycle), and the
 drain of its last pass. Jobs that follow each other overlap their starts and drains with their neighbours'
-lines, so a batch costs one start, all its lines, and one drain. A host access costs one cycle, a fence the
-memory's latency.
+lines, so a batch costs one start, all its lines, and one drain. Host accesses cost what they take of the link
+or of the memory, a fence the memory's latency.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
+from math import ceil
+
 from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi.link import RATES
 
 START_CYCLES = 60
 """From the doorbell to the first K read, memory latency not included."""
 PIPELINE_CYCLES = 60
 """From a pass's last line to its first partial beat."""
+
+
+def link_cycles(config: DeviceConfig, *, reads: int = 0, writes: int = 0) -> int:
+    """Cycles in which host accesses of one kind pass, many at a time."""
+    rate = RATES[config.link]
+    slots = reads * rate.flits.drs.value + writes * rate.flits.rwd.value
+    on_link = slots * config.clock_mhz * 10**6 / rate.slots_per_second
+    return ceil(max(on_link, Fraction(reads + writes, config.slices)))
 
 
 def start_cycles(config: DeviceConfig) -> int:

@@ -116,10 +116,13 @@ class Job:
 
 
 def check(fields: dict[str, int], tenant: int, config: DeviceConfig) -> Job:
-    """The job that an attend descriptor's fields ask for; Refusal in the order of the status codes.
+    """The job that an attend descriptor's fields ask for; Refusal in the order of the status codes, after
+    NO_UNITS.
 
     Version, opcode and flags are the caller's to check, as they are for every opcode.
     """
+    if config.units == 0:
+        raise Refusal(Status.NO_UNITS)
     if not (
         1 <= fields["head_dim"] <= MAX_HEAD_DIM
         and 1 <= fields["value_dim"] <= MAX_VALUE_DIM
@@ -176,6 +179,8 @@ def admit(job: Job, memory: Memory) -> int:
     line, allowed = memory.read(np.array([job.table_line]), job.tenant)
     if not allowed.all():
         raise Refusal(Status.DENIED)
+    if memory.poisoned(np.array([job.table_line])).any():
+        raise Refusal(Status.POISON)
     table = TABLE.unpack(line.tobytes())
     if table["magic"] != TABLE_MAGIC or table["version"] != LAYOUT_VERSION or job.kv_head >= table["heads"]:
         raise Refusal(Status.BAD_TABLE)
@@ -199,17 +204,24 @@ class Walk:
     fault: Refusal | None = None
 
 
-def read_queries(job: Job, passes: list[int], memory: Memory) -> list[bool]:
-    """For each pass, of so many query heads, whether its queries and sinks can be read."""
-    readable = []
+def read_queries(job: Job, passes: list[int], memory: Memory) -> list[Status]:
+    """For each pass, of so many query heads, how the reads of its queries and sinks end."""
+    found = []
     first = 0
     for heads in passes:
         lines = job.query_line + job.shape.k_lines * first + np.arange(job.shape.k_lines * heads)
         if job.sink_line is not None:
             lines = np.append(lines, job.sink_line + first * SINK_BYTES // LINE_BYTES)
-        readable.append(bool(memory.check(lines, job.tenant).all()))
+        allowed = memory.check(lines, job.tenant)
+        lost = np.zeros(lines.shape, np.bool_)
+        lost[allowed] = memory.poisoned(lines[allowed])
+        faults = np.flatnonzero(~allowed | lost)
+        if not len(faults):
+            found.append(Status.OK)
+        else:
+            found.append(Status.POISON if lost[faults[0]] else Status.DENIED)
         first += heads
-    return readable
+    return found
 
 
 def walk(job: Job, room: int, memory: Memory) -> Walk:
@@ -224,15 +236,19 @@ def walk(job: Job, room: int, memory: Memory) -> Walk:
     these = slice(begin, begin + last_page - job.first_page + 1)
     entries = data.view("<u8").reshape(-1)[these]
     readable = allowed.repeat(ENTRIES_PER_LINE)[these]
+    lost = np.zeros(lines.shape, np.bool_)
+    lost[allowed] = memory.poisoned(lines[allowed])
+    spoilt = lost.repeat(ENTRIES_PER_LINE)[these]
 
     address_mask = np.uint64((1 << ENTRY["line"].width) - 1)
     pages = (entries >> np.uint64(ENTRY.offset("line")) & address_mask).astype(np.int64)
     extent_lines = EXTENT_BYTES // LINE_BYTES
     good = (entries & np.uint64(1) == 1) & (entries & np.uint64(ENTRY.reserved_mask()) == 0)
     good &= (pages % extent_lines + job.page_lines <= extent_lines) & (pages < len(memory.lines))
-    if (good & readable).all():
+    fine = good & readable & ~spoilt
+    if fine.all():
         return Walk(pages)
-    first = int(np.argmin(good & readable))
-    if not readable[first]:
-        return Walk(pages[:first], Refusal(Status.DENIED))
+    first = int(np.argmin(fine))
+    if not readable[first] or spoilt[first]:
+        return Walk(pages[:first], Refusal(Status.POISON if spoilt[first] else Status.DENIED))
     return Walk(pages[:first], Refusal(Status.BAD_PAGE, job.first_page + first))

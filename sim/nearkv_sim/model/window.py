@@ -21,6 +21,8 @@ from nearkv_hw.abi.window import (
     IDENTITY,
     IDENTITY_LINE,
     MAGIC,
+    MEMORY_COUNTERS,
+    MEMORY_COUNTERS_LINE,
     REGISTERS_OFFSET,
     RING,
     RING_LINE,
@@ -104,16 +106,20 @@ class CommandWindow:
         return True
 
     def _register(self, line: int) -> bytes:
-        channel = line - CHANNEL_COUNTERS_LINE
+        channel, memory = line - CHANNEL_COUNTERS_LINE, line - MEMORY_COUNTERS_LINE
         if line == IDENTITY_LINE:
             return IDENTITY.pack_bytes(self._identity())
         if line == DEVICE_COUNTERS_LINE:
             return DEVICE_COUNTERS.pack_bytes(self._counters.device)
         if line == RING_LINE:
             return RING.pack_bytes(tail=self.tail, head=self.head, completed=self.completed)
-        if 0 <= channel < self._config.channels:
+        if 0 <= channel < self._config.slices:
             return CHANNEL_COUNTERS.pack_bytes(
                 {name: int(counts[channel]) for name, counts in self._counters.channels.items()}
+            )
+        if 0 <= memory < self._config.slices:
+            return MEMORY_COUNTERS.pack_bytes(
+                {name: int(counts[memory]) for name, counts in self._counters.memory.items()}
             )
         return _NO_LINE
 

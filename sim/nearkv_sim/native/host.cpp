@@ -30,9 +30,17 @@ std::string describe(const char* format, std::uint64_t a, std::uint64_t b = 0) {
 
 Host::Host(const Disturbance& disturbance)
     : context_(std::make_unique<VerilatedContext>()), disturbance_(disturbance), random_(disturbance.seed | 1) {
+    const Events::Scope events(events_);
+    const Failure::Scope failure(failure_);
     context_->traceEverOn(VM_TRACE != 0);
     top_ = std::make_unique<Vtop>(context_.get(), "top");
-    for (std::uint32_t tag = 0; tag < kTags; tag++) free_tags_.push_back(tag);
+    for (const Port& port : ports_of(*top_)) {
+        const std::string number = "." + std::to_string(lanes_.size());
+        lanes_.emplace_back(port, std::array{events_.source("link.m2s_req" + number),
+                                             events_.source("link.m2s_rwd" + number),
+                                             events_.source("link.s2m_ndr" + number),
+                                             events_.source("link.s2m_drs" + number)});
+    }
     for (int i = 0; i < 2 * kResetCycles; i++) {  // as many after reset: it passes a register on its way in
         top_->rst = i < kResetCycles;
         evaluate(false);
@@ -40,7 +48,14 @@ Host::Host(const Disturbance& disturbance)
     }
 }
 
+Host::Lane::Lane(const Port& streams, std::array<std::uint32_t, kStreams> event_sources)
+    : port(streams), sources(event_sources) {
+    for (std::uint32_t tag = 0; tag < kTags; tag++) free_tags.push_back(tag);
+}
+
 Host::~Host() {
+    // What ends now looks for its context there, where another device may have left its own.
+    Verilated::threadContextp(context_.get());
 #if VM_TRACE
     if (wave_) wave_->close();
 #endif
@@ -62,12 +77,12 @@ Status Host::advance(std::uint64_t cycles) {
     for (; cycles > 0 && status_ == Status::kRunning; cycles--) {
         cycle();
         if (status_ != Status::kRunning) break;
-        const bool idle = free_tags_.size() == kTags;
+        const bool idle = under_way_ == 0;
         if (idle && !poll_ && !pending(reads_, Kind::kRead) && !pending(writes_, Kind::kWrite)) {
             if (!next_segment()) status_ = Status::kDone;
         } else if (!idle && cycles_ - last_progress_ > kHangCycles) {
             fail(Status::kBroken, describe("%" PRIu64 " accesses have had no answer for %" PRIu64 " cycles",
-                                           kTags - free_tags_.size(), kHangCycles));
+                                           under_way_, kHangCycles));
         }
     }
     return status_;
@@ -118,20 +133,34 @@ bool Host::pending(Cursor& cursor, Kind kind) const {
 }
 
 void Host::cycle() {
-    offer_messages();
-    top_->s2m_ndr_ready = !chance(disturbance_.backpressure);
-    top_->s2m_drs_ready = !chance(disturbance_.backpressure);
+    events_.set_cycle(cycles_);
+    for (Lane& lane : lanes_) {
+        offer_messages(lane);
+        *lane.port.s2m_ndr_ready = !chance(disturbance_.backpressure);
+        *lane.port.s2m_drs_ready = !chance(disturbance_.backpressure);
+    }
     evaluate(false);
-    const bool request_taken = top_->m2s_req_valid && top_->m2s_req_ready;
-    const bool write_taken = top_->m2s_rwd_valid && top_->m2s_rwd_ready;
-    if (disturbance_.backpressure) check_stability();
-    if (top_->s2m_ndr_valid && top_->s2m_ndr_ready) take_completion();
-    if (top_->s2m_drs_valid && top_->s2m_drs_ready) take_data();
+    std::array<bool, kPorts> read_taken;
+    std::array<bool, kPorts> write_taken;
+    for (std::size_t i = 0; i < kPorts; i++) {
+        Lane& lane = lanes_[i];
+        const Port& port = lane.port;
+        read_taken[i] = *port.m2s_req_valid && *port.m2s_req_ready;
+        write_taken[i] = *port.m2s_rwd_valid && *port.m2s_rwd_ready;
+        if (read_taken[i]) note(lane, kReq, extract(port.m2s_req_payload, messages::kReqTag));
+        if (write_taken[i]) note(lane, kRwd, extract(port.m2s_rwd_payload, messages::kRwdTag));
+        if (disturbance_.backpressure) check_stability(lane);
+        if (*port.s2m_ndr_valid && *port.s2m_ndr_ready) take_completion(lane);
+        if (*port.s2m_drs_valid && *port.s2m_drs_ready) take_data(lane);
+    }
     evaluate(true);
-    if (request_taken) top_->m2s_req_valid = 0;
-    if (write_taken) top_->m2s_rwd_valid = 0;
-    if (request_taken || write_taken) last_progress_ = cycles_;
-    if (write_taken) link_bytes_ += kLineBytes;
+    if (failure_.raised()) fail(Status::kBroken, failure_.message());
+    for (std::size_t i = 0; i < kPorts; i++) {
+        if (read_taken[i]) *lanes_[i].port.m2s_req_valid = 0;
+        if (write_taken[i]) *lanes_[i].port.m2s_rwd_valid = 0;
+        if (read_taken[i] || write_taken[i]) last_progress_ = cycles_;
+        if (write_taken[i]) link_bytes_ += kLineBytes;
+    }
     cycles_++;
 }
 
@@ -144,75 +173,85 @@ void Host::evaluate(bool clock) {
 #endif
 }
 
-// Offers the next read and the next write where the last one was taken.
-void Host::offer_messages() {
-    if (!top_->m2s_req_valid && !free_tags_.empty() && (poll_is_due() || pending(reads_, Kind::kRead)) &&
+// Offers the next read and the next write at a port where the last one was taken.
+void Host::offer_messages(Lane& lane) {
+    if (!*lane.port.m2s_req_valid && !lane.free_tags.empty() && (poll_is_due() || pending(reads_, Kind::kRead)) &&
         !chance(disturbance_.idle)) {
-        send_read();
+        send_read(lane);
     }
-    if (!top_->m2s_rwd_valid && !free_tags_.empty() && pending(writes_, Kind::kWrite) &&
+    if (!*lane.port.m2s_rwd_valid && !lane.free_tags.empty() && pending(writes_, Kind::kWrite) &&
         !chance(disturbance_.idle)) {
-        send_write();
+        send_write(lane);
     }
 }
 
-bool Host::poll_is_due() const { return poll_ && free_tags_.size() == kTags && cycles_ >= poll_next_; }
+bool Host::poll_is_due() const { return poll_ && under_way_ == 0 && cycles_ >= poll_next_; }
 
-void Host::send_read() {
+void Host::send_read(Lane& lane) {
     std::uint64_t address;
     std::uint32_t tag;
     if (poll_) {
         address = poll_->address;
-        tag = take_tag(poll_, 0);
+        tag = take_tag(lane, poll_, 0);
     } else {
         const Operation& operation = operations_[reads_.operation];
         address = operation.addresses[reads_.line];
-        tag = take_tag(&operation, reads_.line);
+        tag = take_tag(lane, &operation, reads_.line);
         reads_.line++;
     }
-    auto& message = top_->m2s_req_payload;
-    std::fill(message.data(), message.data() + messages::kReqWords, 0);
-    insert(message.data(), messages::kReqValid, 1);
-    insert(message.data(), messages::kReqOpcode, messages::kMemRd);
-    insert(message.data(), messages::kReqMetaField, messages::kMetaNoOp);
-    insert(message.data(), messages::kReqTag, tag);
-    insert(message.data(), messages::kReqAddress, address / kLineBytes);
-    top_->m2s_req_valid = 1;
+    std::uint32_t* message = lane.port.m2s_req_payload;
+    std::fill(message, message + messages::kReqWords, 0);
+    insert(message, messages::kReqValid, 1);
+    insert(message, messages::kReqOpcode, messages::kMemRd);
+    insert(message, messages::kReqMetaField, messages::kMetaNoOp);
+    insert(message, messages::kReqTag, tag);
+    insert(message, messages::kReqAddress, address / kLineBytes);
+    *lane.port.m2s_req_valid = 1;
 }
 
-void Host::send_write() {
+void Host::send_write(Lane& lane) {
     const Operation& operation = operations_[writes_.operation];
     const std::uint64_t line = writes_.line++;
     const std::uint64_t enable = operation.enables ? operation.enables[line] : ~std::uint64_t{0};
     std::array<std::uint32_t, kLineWords> data;
     std::memcpy(data.data(), operation.data + line * kLineBytes, kLineBytes);
-    auto& message = top_->m2s_rwd_payload;
-    std::fill(message.data(), message.data() + messages::kRwdWords, 0);
-    insert(message.data(), messages::kRwdValid, 1);
-    insert(message.data(), messages::kRwdOpcode, operation.enables ? messages::kMemWrPtl : messages::kMemWr);
-    insert(message.data(), messages::kRwdMetaField, messages::kMetaNoOp);
-    insert(message.data(), messages::kRwdTag, take_tag(&operation, line));
-    insert(message.data(), messages::kRwdAddress, operation.addresses[line] / kLineBytes);
-    insert(message.data(), messages::kRwdEnable, enable);
-    insert_words(message.data(), messages::kRwdData, data.data(), kLineWords);
-    top_->m2s_rwd_valid = 1;
+    std::uint32_t* message = lane.port.m2s_rwd_payload;
+    std::fill(message, message + messages::kRwdWords, 0);
+    insert(message, messages::kRwdValid, 1);
+    insert(message, messages::kRwdOpcode, operation.enables ? messages::kMemWrPtl : messages::kMemWr);
+    insert(message, messages::kRwdMetaField, messages::kMetaNoOp);
+    insert(message, messages::kRwdTag, take_tag(lane, &operation, line));
+    insert(message, messages::kRwdAddress, operation.addresses[line] / kLineBytes);
+    insert(message, messages::kRwdEnable, enable);
+    insert_words(message, messages::kRwdData, data.data(), kLineWords);
+    *lane.port.m2s_rwd_valid = 1;
 }
 
-std::uint32_t Host::take_tag(const Operation* operation, std::uint64_t line) {
-    const std::uint32_t tag = free_tags_.back();
-    free_tags_.pop_back();
-    outstanding_[tag] = {operation, line};
+std::uint32_t Host::take_tag(Lane& lane, const Operation* operation, std::uint64_t line) {
+    const std::uint32_t tag = lane.free_tags.back();
+    lane.free_tags.pop_back();
+    lane.outstanding[tag] = {operation, line};
+    under_way_++;
     return tag;
 }
 
-void Host::take_completion() {
-    const std::uint32_t message = top_->s2m_ndr_payload;
-    if (Outstanding* access = answered(extract(&message, messages::kNdrTag), true)) access->operation = nullptr;
+// Records a message of the access that has a tag.
+void Host::note(const Lane& lane, Stream stream, std::uint64_t tag) {
+    const Outstanding& access = lane.outstanding[tag];
+    const Operation& operation = *access.operation;
+    const bool polls = operation.kind == Kind::kPoll;
+    events_.record(lane.sources[stream], EventKind::kLink, polls ? operation.address : operation.addresses[access.line],
+                   tag);
 }
 
-void Host::take_data() {
-    const std::uint32_t* message = top_->s2m_drs_payload.data();
-    Outstanding* answer = answered(extract(message, messages::kDrsTag), false);
+void Host::take_completion(Lane& lane) {
+    const std::uint64_t tag = extract(lane.port.s2m_ndr_payload, messages::kNdrTag);
+    if (Outstanding* access = answered(lane, tag, true)) access->operation = nullptr;
+}
+
+void Host::take_data(Lane& lane) {
+    const std::uint32_t* message = lane.port.s2m_drs_payload;
+    Outstanding* answer = answered(lane, extract(message, messages::kDrsTag), false);
     if (!answer) return;
     link_bytes_ += kLineBytes;
     Access access = Access::kData;
@@ -252,32 +291,35 @@ void Host::end_poll(const std::uint32_t* data, Access access) {
 }
 
 // The access that a message answers, its tag free again; null, and the host broken, where there is none.
-Host::Outstanding* Host::answered(std::uint64_t tag, bool write) {
-    Outstanding* access = tag < kTags ? &outstanding_[tag] : nullptr;
+Host::Outstanding* Host::answered(Lane& lane, std::uint64_t tag, bool write) {
+    Outstanding* access = tag < kTags ? &lane.outstanding[tag] : nullptr;
     if (!access || !access->operation || (access->operation->kind == Kind::kWrite) != write) {
         fail(Status::kBroken, describe(write ? "completion with tag %#" PRIx64 ", which no write awaits"
                                              : "data with tag %#" PRIx64 ", which no read awaits",
                                        tag));
         return nullptr;
     }
-    free_tags_.push_back(static_cast<std::uint32_t>(tag));
+    note(lane, write ? kNdr : kDrs, tag);
+    lane.free_tags.push_back(static_cast<std::uint32_t>(tag));
+    under_way_--;
     last_progress_ = cycles_;
     return access;
 }
 
 // Once valid, the device must hold its message until it is taken.
-void Host::check_stability() {
-    const std::uint32_t* drs = top_->s2m_drs_payload.data();
-    if (ndr_held_ && !(top_->s2m_ndr_valid && top_->s2m_ndr_payload == held_ndr_)) {
+void Host::check_stability(Lane& lane) {
+    const Port& port = lane.port;
+    const std::uint32_t* drs = port.s2m_drs_payload;
+    if (lane.ndr_held && !(*port.s2m_ndr_valid && *port.s2m_ndr_payload == lane.held_ndr)) {
         fail(Status::kBroken, "s2m_ndr changed before it was taken");
     }
-    if (drs_held_ && !(top_->s2m_drs_valid && std::equal(held_drs_.begin(), held_drs_.end(), drs))) {
+    if (lane.drs_held && !(*port.s2m_drs_valid && std::equal(lane.held_drs.begin(), lane.held_drs.end(), drs))) {
         fail(Status::kBroken, "s2m_drs changed before it was taken");
     }
-    ndr_held_ = top_->s2m_ndr_valid && !top_->s2m_ndr_ready;
-    drs_held_ = top_->s2m_drs_valid && !top_->s2m_drs_ready;
-    held_ndr_ = top_->s2m_ndr_payload;
-    std::copy(drs, drs + held_drs_.size(), held_drs_.begin());
+    lane.ndr_held = *port.s2m_ndr_valid && !*port.s2m_ndr_ready;
+    lane.drs_held = *port.s2m_drs_valid && !*port.s2m_drs_ready;
+    lane.held_ndr = *port.s2m_ndr_payload;
+    std::copy(drs, drs + lane.held_drs.size(), lane.held_drs.begin());
 }
 
 bool Host::chance(std::uint32_t probability) {
@@ -319,6 +361,8 @@ const char* nearkv_message(const nearkv::Host* host) {
 std::uint64_t nearkv_cycles(const nearkv::Host* host) { return host->cycles(); }
 
 std::uint64_t nearkv_link_bytes(const nearkv::Host* host) { return host->link_bytes(); }
+
+nearkv::Events* nearkv_events(nearkv::Host* host) { return &host->events(); }
 
 int nearkv_start_wave(nearkv::Host* host, const char* path) {
     return host->start_wave(path) ? 0 : -1;

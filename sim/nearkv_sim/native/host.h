@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "events.h"
+#include "failure.h"
 #include "messages.h"
 #include "verilated.h"
 
@@ -19,25 +21,6 @@
 class Vtop;
 
 namespace nearkv {
-
-enum class Kind : std::uint32_t { kWrite = 0, kRead = 1, kFence = 2, kPoll = 3 };
-enum class Access : std::uint8_t { kData = 0, kOutside = 1, kPoison = 2 };
-enum class Status : int { kDone = 0, kRunning = 1, kTimeout = 2, kBroken = 3 };
-
-// One operation of a program; laid out as `_Operation` in nearkv_sim/rtl.py.
-struct Operation {
-    Kind kind;
-    std::uint32_t reserved;
-    std::uint64_t count;             // lines of a read or write
-    const std::uint64_t* addresses;  // host byte addresses
-    std::uint8_t* data;              // lines: what to write, or where reads go
-    const std::uint64_t* enables;    // of a write, a bit per byte; null for whole lines
-    Access* access;                  // of a read, how each line was answered
-    std::uint64_t address;           // of a poll
-    std::uint64_t mask;
-    std::uint64_t value;
-    std::uint64_t timeout_cycles;
-};
 
 // How the host disturbs the device: probabilities, in 1 / 2^32, of a cycle without a message and without ready.
 struct Disturbance {
@@ -63,6 +46,7 @@ public:
     std::uint64_t cycles() const { return cycles_; }
     std::uint64_t link_bytes() const { return link_bytes_; }
     const std::string& message() const { return message_; }
+    Events& events() { return events_; }
 
 private:
     // The next line of one kind of access that the present segment has to send.
@@ -74,25 +58,42 @@ private:
         const Operation* operation;  // null while the tag is free
         std::uint64_t line;
     };
-    static constexpr std::size_t kTags = 256;
+    static constexpr std::size_t kTags = 1024;
+    enum Stream : std::size_t { kReq, kRwd, kNdr, kDrs, kStreams };
+    // A port of the endpoint, with tags of its own.
+    struct Lane {
+        Lane(const Port& streams, std::array<std::uint32_t, kStreams> event_sources);
+
+        Port port;
+        std::array<std::uint32_t, kStreams> sources;  // of the events of each stream
+        std::array<Outstanding, kTags> outstanding{};
+        std::vector<std::uint32_t> free_tags;
+        bool ndr_held = false;
+        bool drs_held = false;
+        std::uint32_t held_ndr = 0;
+        std::array<std::uint32_t, messages::kDrsWords> held_drs{};
+    };
 
     bool next_segment();
     bool pending(Cursor& cursor, Kind kind) const;
-    void offer_messages();
-    void send_read();
-    void send_write();
+    void offer_messages(Lane& lane);
+    void send_read(Lane& lane);
+    void send_write(Lane& lane);
     bool poll_is_due() const;
-    void take_completion();
-    void take_data();
+    void note(const Lane& lane, Stream stream, std::uint64_t tag);
+    void take_completion(Lane& lane);
+    void take_data(Lane& lane);
     void end_poll(const std::uint32_t* data, Access access);
-    Outstanding* answered(std::uint64_t tag, bool write);
-    std::uint32_t take_tag(const Operation* operation, std::uint64_t line);
-    void check_stability();
+    Outstanding* answered(Lane& lane, std::uint64_t tag, bool write);
+    std::uint32_t take_tag(Lane& lane, const Operation* operation, std::uint64_t line);
+    void check_stability(Lane& lane);
     void cycle();
     void evaluate(bool clock);
     bool chance(std::uint32_t probability);
     void fail(Status status, std::string message);
 
+    Events events_;
+    Failure failure_;  // of a black box
     std::unique_ptr<VerilatedContext> context_;
     std::unique_ptr<Vtop> top_;
 #if VM_TRACE
@@ -109,18 +110,14 @@ private:
     const Operation* poll_ = nullptr;  // the segment is this poll
     std::uint64_t poll_started_ = 0;
     std::uint64_t poll_next_ = 0;
-    std::array<Outstanding, kTags> outstanding_{};
-    std::vector<std::uint32_t> free_tags_;
+    std::vector<Lane> lanes_;
+    std::size_t under_way_ = 0;  // accesses without an answer
 
     Status status_ = Status::kDone;
     std::string message_;
     std::uint64_t cycles_ = 0;
     std::uint64_t link_bytes_ = 0;
     std::uint64_t last_progress_ = 0;
-    bool ndr_held_ = false;
-    bool drs_held_ = false;
-    std::uint32_t held_ndr_ = 0;
-    std::array<std::uint32_t, messages::kDrsWords> held_drs_{};
 };
 
 }  // namespace nearkv

@@ -10,13 +10,14 @@ ALL = (1 << LINE_BYTES) - 1
 
 
 class Host:
-    """The host's four streams."""
+    """The host's four streams; those of one `port` where the design has several."""
 
-    def __init__(self, dut, idle=0.0, backpressure=0.0):
-        self.req = StreamSource(dut, "m2s_req", shape=REQ, idle=idle)
-        self.rwd = StreamSource(dut, "m2s_rwd", shape=RWD, idle=idle)
-        self.ndr = StreamSink(dut, "s2m_ndr", shape=NDR, backpressure=backpressure)
-        self.drs = StreamSink(dut, "s2m_drs", shape=DRS, backpressure=backpressure)
+    def __init__(self, dut, idle=0.0, backpressure=0.0, port=None):
+        which = "" if port is None else f"_{port}"
+        self.req = StreamSource(dut, f"m2s_req{which}", shape=REQ, idle=idle)
+        self.rwd = StreamSource(dut, f"m2s_rwd{which}", shape=RWD, idle=idle)
+        self.ndr = StreamSink(dut, f"s2m_ndr{which}", shape=NDR, backpressure=backpressure)
+        self.drs = StreamSink(dut, f"s2m_drs{which}", shape=DRS, backpressure=backpressure)
 
     async def read(self, line, tag=0):
         """The answer to a MemRd."""

@@ -16,14 +16,15 @@ class MemorySystem(wiring.Component):
     def __init__(self, *, config):
         self.config = config
         self.endpoint = Endpoint(config=config)
-        self.fabric = Fabric(masters=2, config=config)
+        self.fabric = Fabric(masters=self.endpoint.ports + 1, config=config)
         self.channels = [MemoryChannel(channel=c, config=config) for c in range(config.channels)]
+        ports = self.endpoint.ports
         super().__init__(
             {
-                "m2s_req": In(stream.Signature(REQ)),
-                "m2s_rwd": In(stream.Signature(RWD)),
-                "s2m_ndr": Out(stream.Signature(NDR)),
-                "s2m_drs": Out(stream.Signature(DRS)),
+                "m2s_req": In(stream.Signature(REQ)).array(ports),
+                "m2s_rwd": In(stream.Signature(RWD)).array(ports),
+                "s2m_ndr": Out(stream.Signature(NDR)).array(ports),
+                "s2m_drs": Out(stream.Signature(DRS)).array(ports),
                 "window": Out(FabricPort()),
                 "other": In(FabricPort()),
                 "units": In(UnitMemory()).array(config.channels),
@@ -40,15 +41,18 @@ class MemorySystem(wiring.Component):
         endpoint, fabric = self.endpoint, self.fabric
         way_in = endpoint.request_cycles + fabric.request_cycles
         way_out = fabric.answer_cycles + endpoint.answer_cycles
-        return way_in + self.channels[0].fabric_latency_cycles + way_out
+        return way_in + self.channels[0].latency_cycles + way_out
 
     def elaborate(self, platform):
         m = Module()
         m.submodules.endpoint, m.submodules.fabric = self.endpoint, self.fabric
-        for name in ("m2s_req", "m2s_rwd", "s2m_ndr", "s2m_drs", "window"):
-            wiring.connect(m, wiring.flipped(getattr(self, name)), getattr(self.endpoint, name))
-        wiring.connect(m, self.endpoint.memory, self.fabric.masters[0])
-        wiring.connect(m, wiring.flipped(self.other), self.fabric.masters[1])
+        for name in ("m2s_req", "m2s_rwd", "s2m_ndr", "s2m_drs"):
+            for outer, inner in zip(getattr(self, name), getattr(self.endpoint, name), strict=True):
+                wiring.connect(m, wiring.flipped(outer), inner)
+        wiring.connect(m, wiring.flipped(self.window), self.endpoint.window)
+        for i, port in enumerate(self.endpoint.memory):
+            wiring.connect(m, port, self.fabric.masters[i])
+        wiring.connect(m, wiring.flipped(self.other), self.fabric.masters[self.endpoint.ports])
         for c, channel in enumerate(self.channels):
             m.submodules[f"channel_{c}"] = channel
             wiring.connect(m, self.fabric.channels[c], channel.fabric)

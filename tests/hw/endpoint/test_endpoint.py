@@ -1,305 +1,42 @@
 # amaranth: UnusedElaboratable=no
-"""The endpoint between a host and a memory that answers in any order.
+"""How many ports the endpoint has, and how much may be under way at each."""
 
-The random run sends messages of every opcode to every kind of address and checks the accesses that come out,
-in order, and every answer; then directed: latency, shares, outstanding messages, hosts that take nothing,
-load, counters.
-"""
+from fractions import Fraction
 
-from collections import Counter
-
-import cocotb
 import pytest
-from host_model import ALL, Host, answer, kind, place, req, rwd, seen, unsupported, valid
-from nearkv_hw.abi import configure, cxl
-from nearkv_hw.abi.lines import LINE_BYTES
-from nearkv_hw.abi.window import WINDOW_BYTES
-from nearkv_hw.endpoint.answers import Answers
-from nearkv_hw.endpoint.arrivals import Arrivals
-from nearkv_hw.endpoint.decode import Decoder
+from nearkv_hw.abi import configure
+from nearkv_hw.abi.config import Link
+from nearkv_hw.abi.dram import PARTS, Dram
+from nearkv_hw.abi.link import lines_per_cycle
 from nearkv_hw.endpoint.endpoint import Endpoint
-from nearkv_hw.interfaces import FabricRequest, FabricResponse
-from nearkv_sim.cocotb.runner import parameters, run
-from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start, value
-
-APERTURES = 3
-CAPACITY_LINES = (4 << 20) // LINE_BYTES
-WINDOW_LINES = WINDOW_BYTES // LINE_BYTES
-
-
-@pytest.mark.rtl
-def test_endpoint():
-    endpoint = Endpoint(
-        config=configure("small", capacity_bytes=CAPACITY_LINES * LINE_BYTES, apertures=APERTURES)
-    )
-    run(
-        endpoint,
-        module=__file__,
-        parameters={
-            "outstanding": endpoint.outstanding,
-            "request_cycles": endpoint.request_cycles,
-            "answer_cycles": endpoint.answer_cycles,
-        },
-    )
-
-
-@pytest.mark.parametrize("latency_cycles", [2, 40, 200])
-def test_enough_is_under_way(latency_cycles):
-    outstanding = Endpoint(config=configure("small", memory_latency_cycles=latency_cycles)).outstanding
-    assert outstanding >= max(32, latency_cycles)
 
 
 def test_parameters_are_checked():
-    for component in (Endpoint, Decoder):
-        with pytest.raises(TypeError, match="config must be a DeviceConfig, not 'small'"):
-            component(config="small")
-    with pytest.raises(ValueError, match="outstanding must be an integer of at least 8, not 7"):
-        Answers(outstanding=7)
-    with pytest.raises(ValueError, match="content_depth must be an integer of at least 2, not 1"):
-        Arrivals(content_depth=1)
+    with pytest.raises(TypeError, match="config must be a DeviceConfig, not 'small'"):
+        Endpoint(config="small")
 
 
-class Responder:
-    """Memory or window: answers with faults and data of all kinds, in any order."""
-
-    def __init__(self, dut, name, rng, idle=0.0, backpressure=0.0):
-        self.source = StreamSource(dut, f"{name}_response", shape=FabricResponse, idle=idle)
-        self.sink = StreamSink(dut, f"{name}_request", shape=FabricRequest, backpressure=backpressure)
-        self.requests, self.answers = [], []
-        self.holding = False
-        self._rng = rng
-        self._dut = dut
-        cocotb.start_soon(self._run())
-
-    async def _run(self):
-        waiting = []
-        while True:
-            await cycles(self._dut, 1)
-            for request in await self.sink.receive(len(self.sink)):
-                self.requests.append(request)
-                read = not request["write"]
-                fault = self._rng.choice([0, 0, 0, 1, 2, 3]) if read else self._rng.choice([0, 0, 1, 3])
-                data = self._rng.getrandbits(512) if fault in (0, 2) and read else 0
-                self.answers.append((fault, data))
-                waiting.append({"id": request["id"], "write": request["write"], "fault": fault, "data": data})
-            if waiting and not self.holding and self._rng.random() < 0.5:
-                self.source.send([waiting.pop(self._rng.randrange(len(waiting)))])
-
-
-def random_line(rng):
-    """A line address: in each aperture's memory and window and at their edges, and outside."""
-    base = rng.randrange(APERTURES) * 2 * CAPACITY_LINES
-    return rng.choice(
-        [
-            base + rng.randrange(CAPACITY_LINES),
-            base + rng.choice([0, CAPACITY_LINES - 1]),
-            base + CAPACITY_LINES + rng.randrange(WINDOW_LINES),
-            base + CAPACITY_LINES + rng.choice([0, WINDOW_LINES - 1]),
-            base + CAPACITY_LINES + rng.choice([WINDOW_LINES, CAPACITY_LINES - 1]),
-            rng.randrange(2 * CAPACITY_LINES * APERTURES, 1 << 46),
-            base + rng.randrange(64) | 1 << rng.randrange(34, 46),
-        ]
+@pytest.mark.parametrize("link", Link)
+@pytest.mark.parametrize("latency_cycles", [2, 40, 200])
+def test_the_buffering_law_holds_for_the_link(link, latency_cycles):
+    endpoint = Endpoint(
+        config=configure("small", dram="fixed", memory_latency_cycles=latency_cycles, link=link)
     )
+    rate = lines_per_cycle(link, 800)
+    assert endpoint.ports - 1 < rate <= endpoint.ports
+    assert len(endpoint.m2s_req) == len(endpoint.s2m_drs) == len(endpoint.memory) == endpoint.ports
+    # Alone a port has enough for the link or for a line per cycle, whichever is less.
+    assert endpoint.outstanding >= max(32, min(1, rate) * (latency_cycles + 12))
 
 
-def random_messages(rng, count):
-    """Req and RwD messages of every opcode; few tags, so that the same is often twice under way."""
-    tags = [rng.getrandbits(16) for _ in range(5)] + [0, 0xFFFF]
-
-    def fields():
-        return {
-            "valid": int(rng.random() < 0.95),
-            "tag": rng.choice(tags),
-            "ld_id": rng.randrange(16),
-            "snoop": rng.randrange(4),
-            "meta_field": rng.randrange(4),
-            "meta_value": rng.randrange(4),
-            "traffic_class": rng.randrange(4),
-            "reserved": rng.randrange(64),
-        }
-
-    def opcode(usual):
-        return rng.choice(usual) if rng.random() < 0.6 else rng.randrange(16)
-
-    reqs = [
-        req(opcode([1, 2]), random_line(rng), **{**fields(), "address_5": rng.randrange(2)})
-        for _ in range(count)
-    ]
-    rwds = [
-        rwd(
-            opcode([1, 2]),
-            random_line(rng),
-            rng.getrandbits(512),
-            enable=rng.choice([ALL, 0, rng.getrandbits(64)]),
-            **{**fields(), "poison": rng.randrange(2)},
-        )
-        for _ in range(count)
-    ]
-    return reqs, rwds
-
-
-def request_of(message, tenant, line):
-    """The access that a message becomes; fields without meaning left out."""
-    header = message.get("header", message)
-    request = {
-        "line": line,
-        "tenant": tenant,
-        "id": header["tag"] | header["ld_id"] << 16,
-        "write": int("header" in message),
-    }
-    if "header" in message:
-        enable = message["enable"] if header["opcode"] == cxl.M2SRwDOp.MEM_WR_PTL else ALL
-        request |= {"poison": header["poison"], "enable": enable, "data": message["data"]}
-    return request
-
-
-@cocotb.test()
-@cocotb.parametrize(idle=[0.0, 0.5], backpressure=[0.0, 0.7])
-async def every_message_has_its_answer(dut, idle, backpressure):
-    rng = random("messages", idle, backpressure)
-    await start(dut)
-    host = Host(dut, idle, backpressure)
-    ports = {name: Responder(dut, name, random(name), idle, backpressure) for name in ("memory", "window")}
-    reqs, rwds = random_messages(rng, 400)
-    host.req.send(reqs)
-    host.rwd.send(rwds)
-    messages = [m for m in reqs + rwds if valid(m)]
-    ndr_count = sum(kind(m) in ("write", "complete") for m in messages)
-    drs_count = sum(kind(m) in ("read", "refuse") for m in messages)
-    ndrs, drss = await host.ndr.receive(ndr_count), await host.drs.receive(drs_count)
-    await host.req.drained()
-    await host.rwd.drained()
-    await cycles(dut, 50)
-    assert len(host.ndr) == len(host.drs) == 0, "more answers than messages"
-
-    expected, requests = Counter(), {"memory": [], "window": []}
-    counted = Counter()
-    for message in host.arrived(reqs, rwds):
-        where, tenant, line = place(message, CAPACITY_LINES, APERTURES)
-        fault, data = 3, 0
-        if kind(message) in ("read", "write"):
-            if where != "outside":
-                fault, data = ports[where].answers[len(requests[where])]
-                requests[where].append(request_of(message, tenant, line))
-            counted[f"{'link' if where != 'outside' else 'outside'}_{kind(message)}s"] += 1
-        counted["unsupported"] += unsupported(message)
-        expected[answer(message, fault, data)] += 1
-    del expected[None]
-    for name, port in ports.items():
-        asked = [
-            {k: v for k, v in request.items() if request["write"] or k not in ("poison", "enable", "data")}
-            for request in port.requests
-        ]
-        assert asked == requests[name]
-        assert len(asked) > 50
-    assert Counter(seen(ndrs, drss)) == expected
-    assert value(dut.link_reads) == counted["link_reads"] + counted["outside_reads"]
-    assert value(dut.link_writes) == sum(valid(m) for m in rwds)
-    for name in ("outside_reads", "outside_writes", "unsupported"):
-        assert value(getattr(dut, name)) == counted[name] > 20
-
-
-@cocotb.test()
-async def has_stated_latency_and_rate(dut):
-    await start(dut)
-    host = Host(dut)
-    asked = StreamSink(dut, "memory_request", shape=FabricRequest)
-    answers = StreamSource(dut, "memory_response", shape=FabricResponse)
-    count = parameters()["outstanding"]
-    host.req.send([req(cxl.M2SReqOp.MEM_RD, i, tag=i) for i in range(count)])
-    await asked.receive(count)
-    assert {b - a for a, b in zip(host.req.cycles, asked.cycles, strict=True)} == {
-        parameters()["request_cycles"]
-    }
-    assert asked.cycles[-1] - asked.cycles[0] == count - 1
-    answers.send([{"id": i} for i in range(count)])
-    assert [drs["header"]["tag"] for drs in await host.drs.receive(count)] == list(range(count))
-    assert {b - a for a, b in zip(answers.cycles, host.drs.cycles, strict=True)} == {
-        parameters()["answer_cycles"]
-    }
-    host.rwd.send([rwd(cxl.M2SRwDOp.MEM_WR, i, i, tag=i) for i in range(count)])
-    requests = await asked.receive(count)
-    assert [r["data"] for r in requests] == list(range(count))
-    assert asked.cycles[-1] - asked.cycles[-count] == count - 1
-
-
-@cocotb.test()
-async def both_streams_have_half_each(dut):
-    await start(dut)
-    host = Host(dut)
-    asked = StreamSink(dut, "memory_request", shape=FabricRequest)
-    count = 30
-    host.req.send([req(cxl.M2SReqOp.MEM_RD, i) for i in range(count)])
-    host.rwd.send([rwd(cxl.M2SRwDOp.MEM_WR, i, 0) for i in range(count)])
-    writes = [request["write"] for request in await asked.receive(2 * count)]
-    assert asked.cycles[-1] - asked.cycles[0] == 2 * count - 1
-    # In every window of twelve accesses each stream has half, give or take the tie.
-    assert all(4 <= sum(writes[i : i + 12]) <= 8 for i in range(2 * count - 12))
-
-
-@cocotb.test()
-async def many_reads_and_as_many_writes_are_under_way(dut):
-    await start(dut)
-    host = Host(dut)
-    asked = StreamSink(dut, "memory_request", shape=FabricRequest)
-    outstanding = parameters()["outstanding"]
-    assert outstanding >= 32
-    host.req.send([req(cxl.M2SReqOp.MEM_RD, i) for i in range(2 * outstanding)])
-    host.rwd.send([rwd(cxl.M2SRwDOp.MEM_WR, i, 0) for i in range(2 * outstanding)])
-    await cycles(dut, 4 * outstanding)
-    assert len(host.req.cycles) == len(host.rwd.cycles) == outstanding
-    assert len(asked) == 2 * outstanding
-
-
-@cocotb.test()
-@cocotb.parametrize(stopped=["ndr", "drs"])
-async def a_host_that_takes_no_answers_of_one_kind_loses_nothing(dut, stopped):
-    await start(dut)
-    host = Host(dut)
-    Responder(dut, "memory", random("memory"))
-    going = "drs" if stopped == "ndr" else "ndr"
-    getattr(host, stopped).backpressure = 1.0
-    count = 4 * parameters()["outstanding"]
-    host.req.send([req(cxl.M2SReqOp.MEM_RD, i, tag=i) for i in range(count)])
-    host.rwd.send([rwd(cxl.M2SRwDOp.MEM_WR, i, i, tag=i) for i in range(count)])
-
-    def tags(items):
-        return sorted(item.get("header", item)["tag"] for item in items)
-
-    assert tags(await getattr(host, going).receive(count)) == list(range(count))
-    assert len(getattr(host, stopped)) == 0
-    getattr(host, stopped).backpressure = 0.3
-    assert tags(await getattr(host, stopped).receive(count)) == list(range(count))
-
-
-@cocotb.test()
-async def load_follows_what_is_owed(dut):
-    await start(dut)
-    host = Host(dut)
-    outstanding = parameters()["outstanding"]
-    memory = Responder(dut, "memory", random("memory"))
-    load = cxl.DevLoad
-    for owed, expected in (
-        (outstanding // 4 - 1, load.LIGHT),
-        (outstanding * 2 // 8, load.OPTIMAL),
-        (outstanding * 6 // 8 - 1, load.OPTIMAL),
-        (outstanding * 6 // 8, load.MODERATE_OVERLOAD),
-        (outstanding * 7 // 8 - 1, load.MODERATE_OVERLOAD),
-        (outstanding * 7 // 8, load.SEVERE_OVERLOAD),
-        (outstanding, load.SEVERE_OVERLOAD),
-    ):
-        for stream, message in (
-            (host.req, req(cxl.M2SReqOp.MEM_RD, 1)),
-            (host.rwd, rwd(cxl.M2SRwDOp.MEM_WR, 1, 0)),
-        ):
-            memory.holding = True
-            host.ndr.backpressure = host.drs.backpressure = 1.0
-            await cycles(dut, 2)
-            stream.send([message] * owed)
-            await stream.drained()
-            await cycles(dut, 8)
-            memory.holding = False
-            await cycles(dut, 6 * outstanding)
-            host.ndr.backpressure = host.drs.backpressure = 0.0
-            answers = await (host.drs if stream is host.req else host.ndr).receive(owed)
-            assert {a.get("header", a)["dev_load"] for a in answers} == {int(expected)}, (owed, expected)
+@pytest.mark.parametrize("link", Link)
+@pytest.mark.parametrize("dram", PARTS)
+def test_a_refresh_leaves_the_link_full(link, dram):
+    """While the memory refreshes itself the answers kept last for the pause, at the link's rate."""
+    config = configure("small", dram=dram, link=link)
+    endpoint, part = Endpoint(config=config), PARTS[dram]
+    refresh_ns = Fraction(part.densities[config.density_gbit].rfc.value)
+    pause_cycles = refresh_ns / part.cycle_ns
+    under_way = endpoint.ports * endpoint.outstanding
+    assert under_way >= lines_per_cycle(link, config.clock_mhz) * (pause_cycles + 60)
+    assert under_way > Endpoint(config=configure(dram=Dram.FIXED, link=link)).outstanding

@@ -2,9 +2,9 @@
 """Endpoint, fabric and channels together against one dictionary, with units and another master running.
 
 Random host traffic of two apertures over owned, foreign and missing memory and the windows, with byte enables
-and poison: every answer equals the dictionary's, in the order in which the messages were accepted. Then
-directed: a write is seen after its completion, the latency of an idle device, a line per cycle from one
-channel and from two.
+and poison, at two ports of the endpoint, each with lines of its own: every answer equals the dictionary's, in
+the order in which the port accepted the messages. Then directed: a write is seen after its completion, also
+at the other port, the latency of an idle device, a line per cycle from one channel and from two.
 """
 
 import cocotb
@@ -30,13 +30,17 @@ EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 EXTENTS = 8
 LINES = EXTENTS * EXTENT_LINES
 CHANNELS = 2
+PORTS = 2
 OWNERS = {0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 6: 1}
 """Extent to tenant; 5 and 7 are nobody's."""
 
 
 @pytest.mark.rtl
 def test_memory_system():
-    system = MemorySystem(config=configure("small", channels=CHANNELS, capacity_bytes=EXTENTS << 20))
+    system = MemorySystem(
+        config=configure("small", dram="fixed", channels=CHANNELS, capacity_bytes=EXTENTS << 20, link="x8_64")
+    )
+    assert system.endpoint.ports == PORTS
     run(
         system,
         module=__file__,
@@ -49,7 +53,8 @@ class Bench:
 
     def __init__(self, dut, idle=0.0, backpressure=0.0):
         self.dut = dut
-        self.host = Host(dut, idle, backpressure)
+        self.hosts = [Host(dut, idle, backpressure, port) for port in range(PORTS)]
+        self.host = self.hosts[0]
         self.other = StreamSource(dut, "other_request", shape=FabricRequest, idle=idle)
         self.other_answers = StreamSink(
             dut, "other_response", shape=FabricResponse, backpressure=backpressure
@@ -139,24 +144,36 @@ async def agrees_with_a_dictionary(dut, idle, backpressure):
     # outlives a reset: every run has a part of the first half to itself.
     run_lines = EXTENT_LINES // 8
     first = (2 * bool(idle) + bool(backpressure)) * run_lines
-    hot = [e * EXTENT_LINES + first + rng.randrange(run_lines) for e in range(EXTENTS) for _ in range(2)]
-    places = [2 * LINES * aperture + line for aperture in (0, 1) for line in hot]
-    places += [2 * LINES * aperture + LINES + line for aperture in (0, 1) for line in (0, 64, 1023)]
-    places += [2 * LINES - 1, 4 * LINES, 1 << 45]
-    count = 500
-    tags = rng.sample(range(1 << 16), 2 * count)
-    reqs = [req(rng.choice([1, 2]), rng.choice(places), tag, ld_id=rng.randrange(16)) for tag in tags[:count]]
-    rwds = [
-        rwd(
-            rng.choice([1, 2]),
-            rng.choice(places),
-            rng.getrandbits(512),
-            tag,
-            rng.choice([ALL, 0, rng.getrandbits(64)]),
-            poison=int(rng.random() < 0.1),
-        )
-        for tag in tags[count:]
-    ]
+    count = 300
+    messages = []
+    for port in range(PORTS):
+
+        def own(line, port=port):
+            """The line of the pair that is this port's."""
+            return line & ~1 | port
+
+        hot = [
+            own(e * EXTENT_LINES + first + rng.randrange(run_lines)) for e in range(EXTENTS) for _ in range(2)
+        ]
+        places = [2 * LINES * aperture + line for aperture in (0, 1) for line in hot]
+        places += [2 * LINES * aperture + LINES + own(line) for aperture in (0, 1) for line in (0, 64, 1023)]
+        places += [2 * LINES - 1, 4 * LINES, 1 << 45]
+        tags = rng.sample(range(1 << 16), 2 * count)
+        reqs = [
+            req(rng.choice([1, 2]), rng.choice(places), tag, ld_id=rng.randrange(16)) for tag in tags[:count]
+        ]
+        rwds = [
+            rwd(
+                rng.choice([1, 2]),
+                rng.choice(places),
+                rng.getrandbits(512),
+                tag,
+                rng.choice([ALL, 0, rng.getrandbits(64)]),
+                poison=int(rng.random() < 0.1),
+            )
+            for tag in tags[count:]
+        ]
+        messages.append((reqs, rwds))
     # The other master writes lines; then it and the units read them and what they may not see.
     theirs = {
         extent * EXTENT_LINES + EXTENT_LINES // 2 + n: rng.getrandbits(512)
@@ -171,8 +188,9 @@ async def agrees_with_a_dictionary(dut, idle, backpressure):
     refused = [{"line": line, "tenant": 1 - OWNERS[line // EXTENT_LINES]} for line in list(theirs)[::4]]
     bench.other.send(number(writes))
     assert {a["fault"] for a in await bench.other_answers.receive(len(writes))} == {Fault.NONE.value}
-    bench.host.req.send(reqs)
-    bench.host.rwd.send(rwds)
+    for host, (reqs, rwds) in zip(bench.hosts, messages, strict=True):
+        host.req.send(reqs)
+        host.rwd.send(rwds)
     asked = number(reads + refused + [{"line": LINES}])
     bench.other.send(asked)
     by_unit = [
@@ -193,18 +211,21 @@ async def agrees_with_a_dictionary(dut, idle, backpressure):
         got = [(a["fault"], a["data"]) for a in await sink.receive(len(requests))]
         assert got == [expected_of(r) for r in requests]
 
-    ndrs, drss = await bench.host.ndr.receive(count), await bench.host.drs.receive(count)
-    model = Dictionary()
-    expected = {}
-    for message in bench.host.arrived(reqs, rwds):
-        a = model.apply(message)
-        expected[a[1]] = a
-    assert {a[1]: a for a in seen(ndrs, drss)} == expected
+    models = []
+    for host, (reqs, rwds) in zip(bench.hosts, messages, strict=True):
+        ndrs, drss = await host.ndr.receive(count), await host.drs.receive(count)
+        models.append(Dictionary())
+        expected = {}
+        for message in host.arrived(reqs, rwds):
+            a = models[-1].apply(message)
+            expected[a[1]] = a
+        assert {a[1]: a for a in seen(ndrs, drss)} == expected
+        assert min(models[-1].violations, models[-1].outside) > 10
+        assert len(models[-1].lines) > 12
     violations = sum(value(getattr(dut, f"violations_{c}")) for c in range(CHANNELS))
-    assert violations == model.violations + 2 * len(refused)
-    assert value(dut.outside_reads) + value(dut.outside_writes) == model.outside
-    assert min(model.violations, model.outside) > 10
-    assert len(model.lines) > 12
+    assert violations == sum(model.violations for model in models) + 2 * len(refused)
+    outside = value(dut.outside_reads) + value(dut.outside_writes)
+    assert outside == sum(model.outside for model in models)
 
 
 def number(requests):
@@ -229,7 +250,7 @@ async def a_completed_write_is_seen(dut):
         data = rng.getrandbits(512)
         done = await bench.host.write(line, data, tag=n)
         assert (done["tag"], done["opcode"]) == (n, cxl.S2MNdrOp.CMP)
-        got = await bench.host.read(line, tag=n)
+        got = await bench.hosts[n % PORTS].read(line, tag=n)
         assert (got["header"]["tag"], got["header"]["opcode"], got["data"]) == (n, 0, data)
         (unit,) = bench.units[:1]
         if line < EXTENT_LINES:

@@ -132,7 +132,7 @@ def test_page_number_beyond_16_bits(open_port, number):
 
 def test_everything_beyond_4_gib(open_port):
     # facts: E5 (aiter#3824)
-    host = RawHost(open_port(capacity_bytes=1 << 40), first_extent=700_001)
+    host = RawHost(open_port(dram="fixed", capacity_bytes=1 << 40), first_extent=700_001)
     k, v, q = plain(1, 9, 16), plain(2, 9, 16), plain(3, 2, 16)
     job = host.job(host.table([k], [v], page_rows=4), q, factor=factor_bits(0.25))
     for got, query in zip(host.attend(job), q, strict=True):

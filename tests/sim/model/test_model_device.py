@@ -242,7 +242,7 @@ def test_closed(open_port, tmp_path):
 
 def test_address_space_costs_nothing():
     """A terabyte is opened, and its ends are used, on a host that has no such memory."""
-    port = ModelPort(configure("card", capacity_bytes=1 << 40, channels=16))
+    port = ModelPort(configure("card", dram="fixed", capacity_bytes=1 << 40, channels=16))
     host = RawHost(port)
     [record] = host.post(claim_descriptor(0, port.config.extents))
     assert record["status"] == Status.OK

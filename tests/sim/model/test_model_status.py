@@ -169,7 +169,9 @@ def test_order_of_faults_is_that_of_passes(setup):
     setup.change_entry(2, valid=1, line=setup.theirs // LINE_BYTES)
     assert setup.end(queries=edge, result=setup.theirs) == (Status.PAGE_DENIED, 2)
     setup.change_entry(3, valid=0)
-    assert setup.end(queries=edge, result=setup.theirs) == (Status.BAD_PAGE, 3)
+    assert setup.end(queries=edge, result=setup.theirs) == (Status.PAGE_DENIED, 2)
+    setup.change_entry(1, valid=0)
+    assert setup.end(queries=edge, result=setup.theirs) == (Status.BAD_PAGE, 1)
     assert setup.end(queries=setup.theirs, result=setup.theirs) == (Status.DENIED, 0)
 
 
@@ -209,10 +211,12 @@ def test_page_denied(setup):
     assert setup.host.counters()["violations"] == violations + 2 * 2 * 4 * 4
 
 
-def test_bad_page_comes_before_a_denied_one(setup):
+def test_the_lowest_page_at_fault_is_told(setup):
     setup.change_entry(1, valid=1, line=setup.theirs // LINE_BYTES)
     setup.change_entry(4, valid=0)
-    assert setup.end() == (Status.BAD_PAGE, 4)
+    assert setup.end() == (Status.PAGE_DENIED, 1)
+    setup.change_entry(0, valid=0)
+    assert setup.end() == (Status.BAD_PAGE, 0)
 
 
 def test_result_denied(setup):
