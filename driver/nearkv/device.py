@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +18,10 @@ from nearkv_hw.abi.memory import CACHE, RowLayout
 from nearkv_hw.abi.numerics import CONTRACT_VERSION
 from nearkv_hw.abi.window import IDENTITY, IDENTITY_LINE, MAGIC, register_address
 from nearkv_sim import open_port
+from nearkv_sim.events import ALL, CAPACITY, EventKind, Recording
 from nearkv_sim.port import Access, Port, Read
+from nearkv_sim.trace import timeline
+from nearkv_sim.trace import write as write_timeline
 
 from .arguments import whole_number
 from .cache import KVCache
@@ -25,6 +30,8 @@ from .errors import ArgumentError, ClosedError, UnknownHandleError, VersionError
 from .stats import AttentionTotals, Stats, read_stats
 from .tenant import Tenant
 
+TraceSummary = dict[str, Any]
+"""What a timeline holds, by name: cycles, events, jobs, and what it leaves out."""
 _MAX_LAYERS = (1 << CACHE["layers"].width) - 1
 _MAX_KV_HEADS = 1 << ATTEND["kv_head"].width
 
@@ -139,6 +146,68 @@ class Device:
         """Record an FST of everything from here on; RuntimeError where there are no traces."""
         self._check_open()
         self._port.start_wave(path)
+
+    @contextmanager
+    def trace(self, path: Path, *, events: int = CAPACITY) -> Iterator[TraceSummary]:
+        """Record what happens inside the block as a timeline for ui.perfetto.dev and chrome://tracing.
+
+        Parameters
+        ----------
+        path : where the timeline is written when the block ends; compressed if it ends in .gz.
+        events : to keep at most; later ones are lost and counted.
+
+        Returns
+        -------
+        An empty dictionary; when the block has ended it says what the timeline holds and what it leaves out.
+
+        Raises
+        ------
+        RuntimeError : the device cannot record.
+        OSError : the file cannot be written.
+        """
+        path = Path(path)
+        path.touch()  # what cannot be written is better known before the work
+        summary: TraceSummary = {}
+        with self.record(events=events) as recorded:
+            try:
+                yield summary
+            finally:
+                shown = timeline(recorded(), self.config)
+                write_timeline(shown, path, self.config)
+                summary.update(shown.summary)
+
+    @contextmanager
+    def record(
+        self, *, events: int = CAPACITY, kinds: Collection[EventKind] = ALL
+    ) -> Iterator[Callable[[], Recording]]:
+        """Record what happens inside the block.
+
+        Parameters
+        ----------
+        events : to keep at most.
+        kinds : of events to keep.
+
+        Returns
+        -------
+        A function that ends the recording and returns it.
+
+        Raises
+        ------
+        RuntimeError : the device cannot record.
+        """
+        self._check_open()
+        self._port.record(events, kinds)
+        kept: list[Recording] = []
+
+        def recorded() -> Recording:
+            if not kept:
+                kept.append(self._port.recorded())
+            return kept[0]
+
+        try:
+            yield recorded
+        finally:
+            recorded()
 
     def close(self) -> None:
         """Close all caches and end the device. A second call does nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from nearkv_hw.abi import LINE_BYTES, DeviceConfig
@@ -12,6 +12,10 @@ from nearkv_hw.abi.window import (
     CHANNEL_COUNTERS_LINE,
     DEVICE_COUNTERS,
     DEVICE_COUNTERS_LINE,
+    MEMORY_COUNTERS,
+    MEMORY_COUNTERS_LINE,
+    QUEUE_COUNTERS,
+    QUEUE_COUNTERS_LINE,
     register_address,
 )
 from nearkv_sim.port import Port, Read
@@ -34,6 +38,37 @@ class ChannelStats:
 
 
 @dataclass(frozen=True)
+class MemoryStats:
+    """Counters of the memory behind one slice, as `MEMORY_COUNTERS` and `QUEUE_COUNTERS` of
+    `nearkv_hw.abi.window` declare them. A memory without DRAM rules has none but `blocked_cycles`, and the
+    software model none but `corrected` and `uncorrectable`; the others are zero there.
+    """
+
+    row_hits: int
+    row_misses: int
+    row_conflicts: int
+    refresh_cycles: int
+    turnaround_cycles: int
+    idle_cycles: int
+    corrected: int
+    uncorrectable: int
+    read_levels: int
+    write_levels: int
+    read_level_max: int
+    write_level_max: int
+    blocked_cycles: int
+
+    def __sub__(self, earlier: MemoryStats) -> MemoryStats:
+        """What was counted in between; the most that ever waited stays what it is."""
+        return MemoryStats(
+            **{
+                f.name: getattr(self, f.name) - (0 if f.name.endswith("_max") else getattr(earlier, f.name))
+                for f in fields(self)
+            }
+        )
+
+
+@dataclass(frozen=True)
 class Stats:
     """What a device did since its reset; the difference of two is what it did in between.
 
@@ -47,10 +82,16 @@ class Stats:
     link_bytes : bytes of lines that crossed the link, both directions.
     link_reads, link_writes : messages that read and wrote a line.
     outside_reads, outside_writes, violations : accesses that met no memory, or memory of another tenant.
-    attention_cycles : device cycles from doorbells to last completions, of this session's attention calls.
-    attention_lines : K and V lines of these calls, every pass counted.
-    attention_jobs, attention_passes : their jobs, and how often these read their rows.
-    channels : `ChannelStats` of every channel.
+    attention_cycles : device cycles of this session's attention calls: from doorbells to last completions,
+        and where the host works a call out itself (placement "host", several query rows, gaps in `visible`)
+        from its first read of a row to the last answer.
+    attention_lines : K and V lines of these calls: those that units streamed, every pass counted, and those
+        that the host read over the link.
+    host_lines : of these, those that the host read.
+    attention_jobs, attention_passes : their jobs, one per sequence and KV head, and how often these read
+        their rows; the host reads them once.
+    channels : `ChannelStats` of every slice of the memory.
+    memories : `MemoryStats` of every slice.
     """
 
     cycles: int
@@ -66,9 +107,11 @@ class Stats:
     violations: int
     attention_cycles: int
     attention_lines: int
+    host_lines: int
     attention_jobs: int
     attention_passes: int
     channels: tuple[ChannelStats, ...]
+    memories: tuple[MemoryStats, ...]
 
     @property
     def utilisation(self) -> float:
@@ -80,7 +123,7 @@ class Stats:
         numbers = {
             f.name: getattr(self, f.name) - getattr(earlier, f.name)
             for f in fields(self)
-            if f.name != "channels"
+            if f.name not in ("channels", "memories")
         }
         channels = tuple(
             ChannelStats(
@@ -88,23 +131,26 @@ class Stats:
             )
             for new, old in zip(self.channels, earlier.channels, strict=True)
         )
-        return Stats(**numbers, channels=channels)
+        memories = tuple(new - old for new, old in zip(self.memories, earlier.memories, strict=True))
+        return Stats(**numbers, channels=channels, memories=memories)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, `utilisation` included."""
         return {
             **asdict(self),
             "channels": [asdict(c) for c in self.channels],
+            "memories": [asdict(memory) for memory in self.memories],
             "utilisation": self.utilisation,
         }
 
 
 @dataclass
 class AttentionTotals:
-    """What completion records told so far."""
+    """What completion records, and reads of rows by the host, came to so far."""
 
     cycles: int = 0
     lines: int = 0
+    host_lines: int = 0
     jobs: int = 0
     passes: int = 0
 
@@ -115,19 +161,31 @@ class AttentionTotals:
         self.jobs += len(completions.status)
         self.passes += int(completions.passes.sum(dtype=np.int64))
 
+    def add_fetched(self, *, cycles: int, lines: int, jobs: int) -> None:
+        """Count a batch whose rows the host read."""
+        self.cycles += cycles
+        self.lines += lines
+        self.host_lines += lines
+        self.jobs += jobs
+        self.passes += jobs
+
 
 def read_stats(port: Port, config: DeviceConfig, totals: AttentionTotals) -> Stats:
     """Read the counters through the first aperture."""
-    lines = [DEVICE_COUNTERS_LINE, *(CHANNEL_COUNTERS_LINE + c for c in range(config.channels))]
+    firsts = (CHANNEL_COUNTERS_LINE, MEMORY_COUNTERS_LINE, QUEUE_COUNTERS_LINE)
+    lines = [DEVICE_COUNTERS_LINE, *(first + s for first in firsts for s in range(config.slices))]
     link_bytes = port.link_bytes
     (result,) = port.run([Read(np.array([register_address(config, 0, line) for line in lines], np.uint64))])
     device = DEVICE_COUNTERS.unpack(result.data[0].tobytes())
-    channels = tuple(
-        ChannelStats(**{f.name: counters[f.name] for f in fields(ChannelStats)})
-        for counters in (CHANNEL_COUNTERS.unpack(line.tobytes()) for line in result.data[1:])
+    of_slices = result.data[1:].reshape(len(firsts), config.slices, LINE_BYTES)
+    channels, memories, queues = (
+        [layout.unpack(line.tobytes()) for line in of_them]
+        for layout, of_them in zip(
+            (CHANNEL_COUNTERS, MEMORY_COUNTERS, QUEUE_COUNTERS), of_slices, strict=True
+        )
     )
-    lines_taken = sum(channel.unit_lines for channel in channels)
-    fabric_lines = sum(channel.fabric_reads + channel.fabric_writes for channel in channels)
+    lines_taken = sum(channel["unit_lines"] for channel in channels)
+    fabric_lines = sum(channel["fabric_reads"] + channel["fabric_writes"] for channel in channels)
     return Stats(
         cycles=device["cycles"],
         jobs=device["jobs"],
@@ -142,7 +200,19 @@ def read_stats(port: Port, config: DeviceConfig, totals: AttentionTotals) -> Sta
         violations=device["violations"],
         attention_cycles=totals.cycles,
         attention_lines=totals.lines,
+        host_lines=totals.host_lines,
         attention_jobs=totals.jobs,
         attention_passes=totals.passes,
-        channels=channels,
+        channels=tuple(_picked(ChannelStats, channel) for channel in channels),
+        memories=tuple(
+            _picked(MemoryStats, memory | queue) for memory, queue in zip(memories, queues, strict=True)
+        ),
     )
+
+
+Counted = TypeVar("Counted", ChannelStats, MemoryStats)
+
+
+def _picked(kind: type[Counted], counters: dict[str, int]) -> Counted:
+    """The counters that a kind of statistics has."""
+    return kind(**{f.name: counters[f.name] for f in fields(kind)})

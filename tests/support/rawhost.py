@@ -150,7 +150,7 @@ class RawHost:
         size = lines_of(size) * LINE_BYTES
         if self._free % EXTENT_BYTES + size > EXTENT_BYTES:
             self._free = -(-self._free // EXTENT_BYTES) * EXTENT_BYTES
-        while channel is not None and self.config.channel_of(self._free) != channel:
+        while channel is not None and self.config.slice_of(self._free) != channel:
             self._free = (self._free // EXTENT_BYTES + 1) * EXTENT_BYTES
         address = self._free
         self._free += size

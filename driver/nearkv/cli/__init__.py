@@ -8,7 +8,7 @@ import typer
 
 from nearkv.errors import NearkvError
 
-from . import bench, doctor, info, replay, run
+from . import bench, doctor, info, replay, run, trace
 from .output import fail
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command()(doctor.doctor)
 app.command()(info.info)
 app.command()(run.run)
 app.command()(replay.replay)
+app.command()(trace.trace)
 app.add_typer(bench.app)
 
 

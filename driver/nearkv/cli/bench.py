@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from .output import JsonOption, print_results
 
@@ -33,3 +46,108 @@ def sim(
     from nearkv.bench.sim import measure
 
     print_results(f"simulation of {device}", measure(device, seconds=seconds, build=build), as_json)
+
+
+@app.command()
+def memory(
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="A DRAM part, such as ddr5_6400; may be given again. All if not given."),
+    ] = None,
+    placement: Annotated[
+        list[str] | None,
+        typer.Option(help="Where the units stand; may be given again. controller if not given."),
+    ] = None,
+    channels: Annotated[int, typer.Option(help="Channels of the devices that run batches.")] = 2,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="batch, heads, job, latency, attacc, placements or traffic; may be given again. "
+            "All if not given."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="An eighth of the rows: figures to look at, not to quote.")
+    ] = False,
+    write: Annotated[Path | None, typer.Option(help="Replace the tables of this page.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how much of its DRAM's rate the device takes (memory.*), with the RTL of every part.
+
+    Counted is every needed line once, from the doorbell to the last completion. A device that was never
+    built takes a minute or two, a batch of long jobs about one: all parts take half an hour the first time.
+    """
+    from nearkv_hw.abi.config import Placement
+    from nearkv_hw.abi.dram import PARTS, Dram
+
+    from nearkv.bench import controller
+    from nearkv.bench import memory as bench
+    from nearkv.bench.report import write_into
+
+    known = {*bench.CASES, "traffic"}
+    for name in case or ():
+        if name not in known:
+            raise typer.BadParameter(f"no case {name!r}; there are {', '.join(sorted(known))}")
+    parts = _members("--part", part, Dram) or tuple(PARTS)
+    options = bench.Options(
+        parts=parts,
+        placements=_members("--placement", placement, Placement) or (Placement.CONTROLLER,),
+        channels=channels,
+        quick=quick,
+        cases=case or (),
+    )
+    with_dram = [dram for dram in parts if dram in PARTS and options.wants("traffic")]
+    with _steps(len(bench.plan(options)) + len(with_dram)) as steps:
+        results = [
+            *bench.measure(options, steps),
+            *controller.measure(with_dram, quick=quick, progress=steps),
+        ]
+    if write:
+        write_into(write, results)
+    print_results("memory", results, as_json)
+
+
+Member = TypeVar("Member", bound=IntEnum)
+
+
+def _members(option: str, names: list[str] | None, kind: type[Member]) -> tuple[Member, ...]:
+    """Members of an enumeration by their names in lower case."""
+    choices = {member.name.lower(): member for member in kind}
+    for name in names or ():
+        if name not in choices:
+            raise typer.BadParameter(f"{option} {name!r}: there are {', '.join(choices)}")
+    return tuple(choices[name] for name in names or ())
+
+
+class _Steps:
+    """A bar over the steps of a bench, and under way what the present step does."""
+
+    def __init__(self, progress: Progress, count: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=count)
+        self._begun = 0
+
+    def begin(self, title: str) -> None:
+        """Another step; the one before is over."""
+        self._progress.update(self._task, description=title, completed=self._begun)
+        self._begun += 1
+
+    def tell(self, line: str) -> None:
+        """What the step does now."""
+        self._progress.update(self._task, description=line)
+
+
+@contextmanager
+def _steps(count: int) -> Iterator[_Steps]:
+    """A bar over `count` steps, full in the end."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        steps = _Steps(progress, count)
+        yield steps
+        steps.begin("")

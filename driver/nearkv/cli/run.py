@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from nearkv_sim import kind_and_preset
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 
+from nearkv.codec import element_dtype
 from nearkv.errors import NearkvError
 
 from .output import JsonOption, print_json, print_table, say
@@ -49,6 +51,10 @@ def run(
         bool, typer.Option(help="Hold every attention call against the reference, bit by bit.")
     ] = True,
     wave: Annotated[Path | None, typer.Option(help="Record an FST of the run into this file.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write what an rtl device did as a timeline for ui.perfetto.dev into this file."),
+    ] = None,
     replays: Annotated[Path, typer.Option(help="Folder for the inputs and results of unequal calls.")] = Path(
         "replays"
     ),
@@ -70,6 +76,11 @@ def run(
         raise typer.BadParameter(
             f"--wave records a device's signals; {REFERENCE} has none: use rtl or cocotb"
         )
+    element_dtype(dtype)  # what cannot work is said before the model is loaded
+    if device != REFERENCE:
+        kind_and_preset(device)
+    if trace and device == REFERENCE:
+        raise typer.BadParameter(f"--trace shows a device; {REFERENCE} is none: use rtl")
     console = Console(stderr=True)
     with ExitStack() as stack:
         with console.status("loading the model"):
@@ -82,6 +93,8 @@ def run(
             opened = stack.enter_context(nearkv.open(device, **({"trace": True} if wave else {})))
             if wave:
                 opened.start_wave(wave)
+            if trace:
+                stack.enter_context(opened.trace(trace))
         open_s = time.perf_counter() - start
         live = stack.enter_context(
             Live(_panel("reading the prompt", "", 0), console=console, refresh_per_second=8)
@@ -104,6 +117,8 @@ def run(
         print_json({**report.to_dict(), "load_s": load_s, "open_s": open_s})
     else:
         _show(report, open_s)
+        if trace:
+            say(f"Timeline: {escape(str(trace))}; open it at https://ui.perfetto.dev.")
     if not report.equal:
         raise typer.Exit(1)
 

@@ -1,0 +1,199 @@
+"""Results of `nearkv bench memory` as the tables of docs/memory.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nearkv.errors import NearkvError
+
+Results = Sequence[Mapping[str, Any]]
+_BEGIN = "<!-- figures: nearkv bench memory --write docs/memory.md -->"
+_END = "<!-- end of figures -->"
+_RATES = {
+    "memory.batch": "32 jobs of 4,096 rows, 8 queries",
+    "memory.batch256": "256 jobs of 256 rows, 8 queries",
+    "memory.job4096": "one job of 4,096 rows, 4 queries, two channels",
+    "memory.job256": "one job of 256 rows, 4 queries, two channels",
+}
+_TRAFFIC = {
+    "streaming": "one line after the other",
+    "random": "lines anywhere",
+    "mixed": "two reads for every write, each one after the other",
+}
+
+
+def write_into(page: Path, results: Results) -> None:
+    """Replace the tables of a page; NearkvError where it has no place for them."""
+    text = page.read_text()
+    head, began, rest = text.partition(_BEGIN)
+    _, ended, tail = rest.partition(_END)
+    if not began or not ended:
+        raise NearkvError(f"{page} lacks the line {_BEGIN}, or {_END} after it")
+    page.write_text(f"{head}{_BEGIN}\n\n{markdown(results)}\n\n{_END}{tail}")
+
+
+def markdown(results: Results) -> str:
+    """Tables of whatever the results hold."""
+    tables = (_rates(results), _heads(results), _latencies(results), _traffic(results))
+    return "\n\n".join(table for table in (*tables, _attacc(results), _placements(results)) if table)
+
+
+def _rates(results: Results) -> str:
+    def row(part: str, placement: str) -> list[str]:
+        cells = []
+        for name in _RATES:
+            of_it = {"part": part, "placement": placement}
+            peak, best = (
+                _value(results, f"{name}.fraction_of_{what}", **of_it) for what in ("peak", "ceiling")
+            )
+            cells.append("" if peak is None or best is None else f"{peak:.1%} ({best:.1%})")
+        return cells
+
+    devices = dict.fromkeys(
+        (r["config"]["part"], r["config"]["placement"])
+        for r in results
+        if r["name"].startswith(tuple(_RATES))
+    )
+    rows = [[f"`{part}`", f"`{placement}`", *row(part, placement)] for part, placement in devices]
+    return _table(
+        "Share of the peak, and in brackets of the refresh ceiling",
+        ["part", "placement", *_RATES.values()],
+        rows,
+    )
+
+
+def _heads(results: Results) -> str:
+    of_it = [r for r in results if r["name"] == "memory.heads.fraction_of_ceiling"]
+    counts = list(dict.fromkeys(r["config"]["kv_heads"] for r in of_it))
+    devices = dict.fromkeys((r["config"]["part"], r["config"]["placement"]) for r in of_it)
+    rows = [
+        [
+            f"`{part}`",
+            f"`{placement}`",
+            *(
+                _percent(
+                    _value(
+                        results,
+                        "memory.heads.fraction_of_ceiling",
+                        part=part,
+                        placement=placement,
+                        kv_heads=n,
+                    )
+                )
+                for n in counts
+            ),
+        ]
+        for part, placement in devices
+    ]
+    return _table(
+        "Share of the ceiling by the number of heads",
+        ["part", "placement", *(f"{n} heads" if n > 1 else "1 head" for n in counts)],
+        rows,
+    )
+
+
+def _latencies(results: Results) -> str:
+    names = ("memory.first_read_cycles", "memory.completion_cycles")
+    devices = dict.fromkeys(
+        (r["config"]["part"], r["config"]["placement"]) for r in results if r["name"] in names
+    )
+    rows = []
+    for part, placement in devices:
+        of_it = {"part": part, "placement": placement}
+        figures = (
+            _value(results, names[0], **of_it),
+            *(_value(results, names[1], **of_it, queries_in_job=queries) for queries in (1, 4)),
+        )
+        rows.append([f"`{part}`", f"`{placement}`", *("" if f is None else f"{f:,.0f}" for f in figures)])
+    return _table(
+        "Ways in and out, in device cycles",
+        ["part", "placement", "doorbell to first K read", "last line to record, 1 query", "4 queries"],
+        rows,
+    )
+
+
+def _traffic(results: Results) -> str:
+    parts = dict.fromkeys(r["config"]["part"] for r in results if r["name"].startswith("memory.controller."))
+    rows = []
+    for part in parts:
+        for name, meaning in _TRAFFIC.items():
+            share = _value(results, f"memory.controller.{name}.fraction_of_peak", part=part)
+            of_limit = _value(results, f"memory.controller.{name}.fraction_of_limit", part=part)
+            if share is not None and of_limit is not None:
+                limit = f"{share / of_limit:.1%}"
+                rows.append([f"`{part}`", meaning, f"{share:.1%}", limit, f"{of_limit:.1%}"])
+        taken = _value(results, "memory.controller.unloaded.latency_ns", part=part)
+        own = next(
+            (
+                r["config"]["part_ns"]
+                for r in results
+                if "part_ns" in r["config"] and r["config"]["part"] == part
+            ),
+            None,
+        )
+        if taken is not None and own is not None:
+            rows.append([f"`{part}`", "one read of a closed bank", f"{taken:.1f} ns", f"{own:.1f} ns", ""])
+    return _table(
+        "A channel's memory alone, beside what its part allows",
+        ["part", "traffic", "measured", "the part's limit", "share of it"],
+        rows,
+    )
+
+
+def _attacc(results: Results) -> str:
+    rows = [
+        [
+            str(r["config"]["heads"]),
+            f"{r['value']:.1%}",
+            f"{r['config']['published_fraction_of_peak']:.1%}",
+        ]
+        for r in results
+        if r["name"].startswith("memory.attacc") and r["name"].endswith("fraction_of_peak")
+    ]
+    return _table(
+        "An HBM3 stack, 4,096 rows of 128 fp16 elements, one query per head: share of the peak",
+        ["heads", "this device", "AttAcc, buffer die"],
+        rows,
+    )
+
+
+def _placements(results: Results) -> str:
+    of_it = [r for r in results if r["name"] == "memory.placement.cycles"]
+    base = next((r["value"] for r in of_it if r["config"]["placement"] == "controller"), None)
+    rows = []
+    for r in of_it:
+        config = r["config"]
+        crossed = _value(results, "memory.placement.link_bytes", placement=config["placement"])
+        relative = "" if base is None else f"{r['value'] / base:.2f}"
+        rows.append([f"`{config['placement']}`", f"{r['value']:,.0f}", relative, f"{crossed:,.0f}"])
+    return _table(
+        "The same step with the units in every place, and without any",
+        ["placement", "cycles", "of `controller`", "bytes over the link"],
+        rows,
+    )
+
+
+def _value(results: Results, name: str, **config: Any) -> float | None:
+    """The value of the first result of a name whose config has these entries."""
+    for result in results:
+        if result["name"] == name and all(
+            result["config"].get(key) == value for key, value in config.items()
+        ):
+            value: float = result["value"]
+            return value
+    return None
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table under its title, the first column left and the others right; nothing without rows."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    if not lines:
+        return ""
+    rule = f"|---|{'---:|' * (len(columns) - 1)}"
+    return "\n".join([f"{title}:", "", f"| {' | '.join(columns)} |", rule, *lines])
