@@ -50,6 +50,14 @@ class Extents:
             if not self._grow(self._channels - self._next % self._channels):
                 return None
 
+    def take_near(self, channel: int) -> int | None:
+        """An extent of a channel, or of the next one that has any left; None when none has."""
+        for offset in range(self._channels):
+            extent = self.take((channel + offset) % self._channels)
+            if extent is not None:
+                return extent
+        return None
+
     def take_run(self, count: int) -> int | None:
         """The first of `count` consecutive extents, or None when there is no such run left."""
         while True:

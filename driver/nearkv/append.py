@@ -154,4 +154,4 @@ class Appending:
         if not table.pages:
             return None
         last = int(table.page_addresses(table.pages - 1, table.pages)[head, 0])
-        return (self._tenant.config.channel_of(last) + 1) % self._tenant.config.channels
+        return (self._tenant.config.slice_of(last) + 1) % self._tenant.config.slices

@@ -27,6 +27,8 @@ from .arguments import (
 from .errors import ArgumentError, DtypeError
 from .jobs import FORMS, Batch, Jobs, log_sum_exp_of, partial_of, values_of
 from .reference import Partial, State, score_factor
+from .rows import Context
+from .rows import Rows as SeenRows
 from .table import PageTable
 
 Answer = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | Partial
@@ -136,18 +138,19 @@ class Call:
         out = self._shaped(values_of(finished, self._value_dim, self._out_dtype))
         return (out, self._shaped(log_sum_exp_of(finished))) if self._return_lse else out
 
-    def on_host(self, read: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]) -> Answer:
-        """Work the call out from rows that `read` brings: (k, v) of every sequence."""
+    def on_host(self, fetch: Callable[[list[SeenRows]], list[Context]]) -> Answer:
+        """Work the call out from rows that `fetch` brings: of each sequence those that a query row sees."""
         seen = host_attention.seen(
             self._lengths, self._query_rows or 1, window=self._window, rows=self._rows, visible=self._visible
         )
-        k, v = host_attention.padded(read(), int(self._lengths.max(initial=0)))
+        wanted = [np.flatnonzero(mask.any(axis=0)) for mask in seen]
+        k, v, visible = host_attention.padded(fetch(wanted), wanted, seen)
         return host_attention.attend(
             self._q,
             k.to(self._q.device),
             v.to(self._q.device),
             scale=self._scale,
-            visible=seen.to(self._q.device),
+            visible=visible.to(self._q.device),
             sinks=None if self._sinks is None else self._sinks.to(self._q.device),
             out_dtype=self._out_dtype,
             return_lse=self._return_lse,

@@ -9,14 +9,13 @@ from typing import Any, Literal, Self, Unpack, overload
 import numpy as np
 import torch
 from nearkv_hw.abi import DeviceConfig
-from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import RowLayout
 from nearkv_sim.port import Fence, Operation
 
 from .append import Appending
 from .arguments import tensor_of, whole_number
 from .attention import Answer, Call, Options, table_addresses
-from .codec import FORMATS, lines_to_rows, one
+from .codec import FORMATS, one
 from .errors import (
     AccessError,
     ArgumentError,
@@ -27,6 +26,7 @@ from .errors import (
 )
 from .jobs import Jobs
 from .reference import Partial
+from .rows import Context, RowReader, Rows
 from .sequences import Sequence, Sequences
 from .stats import AttentionTotals
 from .table import PageTable, RowAddresses
@@ -76,7 +76,9 @@ class KVCache:
         self._tenant = tenant
         self._layout = layout
         self._addresses = RowAddresses(layout)
+        self._totals = totals
         self._jobs = Jobs(tenant, layout, dtype, kv_heads, totals)
+        self._reader = RowReader(tenant, layout, dtype)
         self._pages = tenant.pages(layout.page_bytes)
         self._sequences = Sequences(
             tenant,
@@ -249,15 +251,7 @@ class KVCache:
         ------
         AccessError : when a line is poisoned.
         """
-        table = self._open_sequences().table(sequence, layer)
-        k_places, v_places = self._addresses.of(table, 0, table.committed)
-        lines = self._tenant.read(np.concatenate([k_places.reshape(-1), v_places.reshape(-1)]))
-        k = lines[: k_places.size].reshape(*k_places.shape, LINE_BYTES)
-        v = lines[k_places.size :].reshape(*v_places.shape, LINE_BYTES)
-        return (
-            lines_to_rows(k.swapaxes(0, 1), self.head_dim, self.dtype),
-            lines_to_rows(v.swapaxes(0, 1), self.value_dim, self.dtype),
-        )
+        return self._reader.read(self._open_sequences().table(sequence, layer))
 
     # Attention
 
@@ -310,7 +304,8 @@ class KVCache:
         """Attention of each sequence's queries over its rows in a layer: one doorbell for the whole batch.
 
         Several query rows, and a `visible` that is not one range of rows per sequence, are worked on the host
-        with `nearkv.reference` from rows read back over the link; the bits are the same.
+        with `nearkv.reference` from rows read back over the link, and so is everything on a device without
+        attention units (placement "host"); the bits are the same. Rows that no query row sees are not read.
 
         Parameters
         ----------
@@ -343,9 +338,7 @@ class KVCache:
         """
         tables = self._open_sequences().batch(sequences, layer)
         call = self._call(q, [t.committed for t in tables], return_lse=return_lse, partial=partial, **options)
-        if call.bounds is None:
-            return call.on_host(lambda: [self.read(sequence, layer=layer) for sequence in sequences])
-        return call.on_device(self._jobs, table_addresses(tables))
+        return self._answer(call, tables)
 
     def append_attend(
         self,
@@ -385,7 +378,7 @@ class KVCache:
         appending = self._appending(tables, k.shape[1])
         appended: list[Operation] = [*appending.writes(k, v), Fence(), *appending.commits()]
         try:
-            answer = call.on_device(self._jobs, table_addresses(appending.tables), appended)
+            answer = self._answer(call, appending.tables, appended)
         except OutOfMemoryError:
             appending.undo()
             raise
@@ -421,6 +414,11 @@ class KVCache:
         partial: bool = False,
         **options: Unpack[Options],
     ) -> Call:
+        unknown = [name for name in options if name not in Options.__annotations__]
+        if unknown:
+            raise ArgumentError(
+                f"attend() has no option {unknown[0]!r}; there are {', '.join(Options.__annotations__)}"
+            )
         return Call(
             q,
             np.array(lengths, np.int64),
@@ -432,6 +430,20 @@ class KVCache:
             partial=partial,
             **options,
         )
+
+    def _answer(self, call: Call, tables: list[PageTable], before: Many[Operation] = ()) -> Answer:
+        """The device's answer, after `before`, or the host's where the device has none."""
+        if call.bounds is not None and self._tenant.config.units:
+            return call.on_device(self._jobs, table_addresses(tables), before)
+
+        def fetch(wanted: list[Rows]) -> list[Context]:
+            fetched = self._reader.fetch(list(zip(tables, wanted, strict=True)), before)
+            self._totals.add_fetched(
+                cycles=fetched.cycles, lines=fetched.lines, jobs=len(tables) * self.kv_heads
+            )
+            return fetched.contexts
+
+        return call.on_host(fetch)
 
     def _appending(self, tables: list[PageTable], rows: int) -> Appending:
         directory = self._sequences.directory

@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .arguments import Bounds, Rows, row_bounds
+from .arguments import Bounds, row_bounds
+from .arguments import Rows as Range
 from .reference import Partial, decode_attention, finish, log_sum_exp
+from .rows import Context, Rows
 
 
 def seen(
@@ -17,9 +19,9 @@ def seen(
     query_rows: int,
     *,
     window: int | None,
-    rows: Rows | None,
+    rows: Range | None,
     visible: npt.NDArray[np.bool_] | None,
-) -> torch.Tensor:
+) -> npt.NDArray[np.bool_]:
     """The rows that each query row sees, bool [batch, query_rows, rows]; the last query row is the last."""
     index = np.arange(int(lengths.max(initial=0)))
     mask = np.empty((len(lengths), query_rows, len(index)), np.bool_)
@@ -32,18 +34,35 @@ def seen(
         mask &= ((index >= begin[:, None]) & (index < end[:, None]))[:, None]
     if visible is not None:
         mask &= visible
-    return torch.from_numpy(mask)
+    return mask
 
 
-def padded(contexts: Many[tuple[torch.Tensor, torch.Tensor]], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contexts of (k, v) [rows, kv_heads, dim] as one batch of k and v, shorter ones filled up with zeros."""
+def padded(
+    contexts: Many[Context], rows: Many[Rows], seen: npt.NDArray[np.bool_]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Contexts of some rows as one batch, shorter ones filled up with zeros that nobody sees.
+
+    Parameters
+    ----------
+    contexts : (k, v) [rows, kv_heads, dim] of each sequence.
+    rows : which rows of the sequence they are.
+    seen : bool [batch, query_rows, rows], over all rows.
+
+    Returns
+    -------
+    k and v [batch, rows, kv_heads, dim], and who sees what of them, bool [batch, query_rows, rows].
+    """
+    longest = max((len(indices) for indices in rows), default=0)
     k, v = (
         torch.stack(
-            [torch.nn.functional.pad(c[part], (0, 0, 0, 0, 0, rows - c[part].shape[0])) for c in contexts]
+            [torch.nn.functional.pad(c[part], (0, 0, 0, 0, 0, longest - c[part].shape[0])) for c in contexts]
         )
         for part in (0, 1)
     )
-    return k, v
+    visible = np.zeros((*seen.shape[:2], longest), np.bool_)
+    for index, indices in enumerate(rows):
+        visible[index, :, : len(indices)] = seen[index][:, indices]
+    return k, v, torch.from_numpy(visible)
 
 
 def attend(

@@ -102,18 +102,22 @@ class Jobs:
         parts = self._parts(group)
         result_layout = ResultLayout(layout.value_dim, batch.form)
         query_bytes, result_bytes = layout.k_lines * LINE_BYTES, result_layout.lines * LINE_BYTES
-        queries = tenant.staging("queries", count * q_heads * query_bytes)
-        results = tenant.staging("results", count * q_heads * result_bytes)
+        head = self._first_heads(group, parts)
+        # each job has its queries and results in another slice, so that none has all of the traffic
+        shape, heads = (count, self._kv_heads, len(parts)), min(group, MAX_GROUP)
+        queries, results = (
+            tenant.scattered(name, count * len(head), heads * size).reshape(shape)
+            for name, size in (("queries", query_bytes), ("results", result_bytes))
+        )
 
         query_lines = rows_to_lines(batch.q, layout.k_lines).reshape(-1, LINE_BYTES)
-        program = [*before, tenant.write(span(queries, len(query_lines)), query_lines)]
+        places = _lines_of(queries, parts, layout.k_lines)
+        program = [*before, tenant.write(places.reshape(-1), query_lines)]
         template = self._template(q_heads, batch.factor, batch.sinks is not None, batch.form)
         jobs = np.repeat(template[None], count, axis=0)
-        head = self._first_heads(group, parts)
-        sequence_head = np.arange(count, dtype=np.uint64)[:, None] * np.uint64(q_heads) + head
         column(ATTEND, "table", jobs)[:] = batch.tables[:, None]
-        column(ATTEND, "queries", jobs)[:] = np.uint64(queries) + sequence_head * np.uint64(query_bytes)
-        column(ATTEND, "result", jobs)[:] = np.uint64(results) + sequence_head * np.uint64(result_bytes)
+        column(ATTEND, "queries", jobs)[:] = queries.reshape(count, -1)
+        column(ATTEND, "result", jobs)[:] = results.reshape(count, -1)
         column(ATTEND, "row_begin", jobs)[:] = batch.begin[:, None]
         column(ATTEND, "row_end", jobs)[:] = batch.end[:, None]
         if batch.sinks is not None:
@@ -124,9 +128,10 @@ class Jobs:
             )
             column(ATTEND, "sinks", jobs)[:] = sinks + np.arange(len(head)) * sink_lines.shape[1]
 
-        wanted = span(results, count * q_heads * result_layout.lines)
+        wanted = _lines_of(results, parts, result_layout.lines)
         if not batch.denominators:
-            wanted = wanted.reshape(-1, result_layout.lines)[:, :-1].reshape(-1)
+            wanted = wanted.reshape(-1, result_layout.lines)[:, :-1]
+        wanted = wanted.reshape(-1)
         rows = int((batch.end - batch.begin).sum())
         passes = -(-min(group, MAX_GROUP) // tenant.config.queries) * len(parts)
         completions, reads = tenant.ring.run(
@@ -200,11 +205,19 @@ class Jobs:
         )
         raise DeviceError(
             f"{len(failed)} of {len(completions.status)} jobs failed; "
-            f"the first ({where}) with {status.name}, detail {detail}",
+            f"the first ({where}) with {status.name}, {_DETAILS.get(status, 'detail')} {detail}",
             status=status,
             tag=int(completions.tag[first]),
             detail=detail,
         )
+
+
+_DETAILS = {
+    Status.BAD_PAGE: "page",
+    Status.PAGE_DENIED: "page",
+    Status.POISON: "in the table, the queries or page",
+}
+"""What a record's detail is, by status."""
 
 
 def values_of(finished: Finished, value_dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -242,3 +255,21 @@ def _denominators(
     lines = np.ascontiguousarray(finished.lines[:, :, -1])
     top, high, low = (column(DENOMINATOR, name, lines).copy() for name in ("top", "high", "low"))
     return (top, high, low), column(DENOMINATOR, "flags", lines) & QUERY_NAN != 0
+
+
+def _lines_of(areas: npt.NDArray[np.uint64], parts: list[int], lines: int) -> npt.NDArray[np.uint64]:
+    """The addresses of the lines of every query head, [batch, kv_heads, group * lines].
+
+    Parameters
+    ----------
+    areas : address of each job's area, [batch, kv_heads, parts].
+    parts : query heads of each part.
+    lines : of a query head, one head's after the other's.
+    """
+    return np.concatenate(
+        [
+            areas[:, :, part, None] + np.arange(heads * lines, dtype=np.uint64) * np.uint64(LINE_BYTES)
+            for part, heads in enumerate(parts)
+        ],
+        axis=-1,
+    )

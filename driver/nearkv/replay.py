@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 import torch
@@ -246,6 +246,8 @@ def load(path: Path) -> tuple[Case, torch.Tensor]:
     ArgumentError : when the file is none, or of another version.
     """
     try:
+        if path.is_file() and not is_zipfile(path):
+            raise ValueError("it is no archive of arrays, as a check writes them")
         with np.load(path, allow_pickle=False) as archive:
             about = json.loads(str(archive["about"]))
             arrays = {

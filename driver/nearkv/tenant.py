@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from nearkv_hw.abi import LINE_BYTES, DeviceConfig, Opcode, Status
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.descriptor import CLAIM, DESCRIPTOR_VERSION
@@ -39,12 +40,13 @@ class Tenant:
         self.ring = CommandRing(port, config, aperture)
         self._port = port
         self._base = aperture * config.aperture_bytes
-        self._load = [0] * config.channels
+        self._load = [0] * config.slices
         self._pages: dict[int, Pages] = {}
         self._staging: dict[str, tuple[int, int]] = {}
+        self._scattered: dict[str, list[int]] = {}
         owned = self._owned_extents() if self.ring.posted else []
         self.extents = Extents(
-            self._claim, extents=config.extents, channels=config.channels, in_use=frozenset(owned)
+            self._claim, extents=config.extents, channels=config.slices, in_use=frozenset(owned)
         )
         self.arena = Arena(self.extents)
         self._chain: list[int] = []
@@ -112,6 +114,31 @@ class Tenant:
             address, size = larger, grown
             self._staging[name] = address, size
         return address
+
+    def scattered(self, name: str, count: int, size_bytes: int) -> npt.NDArray[np.uint64]:
+        """The addresses of `count` areas of one size, over the memory's slices in turn, that every batch uses
+        anew; without whole extents for that, one after the other wherever there is room.
+
+        Raises
+        ------
+        OutOfMemoryError : when there is no room left.
+        """
+        slices = self.config.slices
+        extents = self._scattered.setdefault(name, [])
+        per_extent = EXTENT_BYTES // size_bytes
+        item = np.arange(count, dtype=np.int64)
+        turn, row = item % slices, item // slices
+        index = row // per_extent * slices + turn
+        while len(extents) <= index.max(initial=-1):
+            extent = self.extents.take_near(len(extents) % slices)
+            if extent is None:
+                address = self.staging(name, count * size_bytes)
+                return (address + item * size_bytes).astype(np.uint64)
+            extents.append(extent)
+        addresses: npt.NDArray[np.int64] = (
+            np.array(extents, np.int64)[index] * EXTENT_BYTES + row % per_extent * size_bytes
+        )
+        return addresses.astype(np.uint64)
 
     def link(self, record: int, values: dict[str, int]) -> None:
         """Write a new cache record at `record` and put it at the head of the tenant's chain."""

@@ -8,6 +8,8 @@ import pytest
 import torch
 from driver_cases import context, expected, filled, same_bits, values
 from nearkv.reference import decode_attention
+from nearkv_hw.abi.formats import OutputForm
+from nearkv_hw.abi.memory import ResultLayout
 from nearkv_sim.port import Write
 
 SCALE = 0.3
@@ -162,9 +164,10 @@ def test_empty_sequences_are_written(device):
         handles = filled(kv, contexts)
         kv.attend(handles, layer=0, q=q)
         tenant = kv._tenant
-        address, size = tenant._staging["results"]
-        addresses = tenant.hosts(np.arange(address, address + size, 64, dtype=np.uint64))
-        device._port.run([Write(addresses, np.full((size // 64, 64), 0xFF, np.uint8))])
+        area = ResultLayout(8, OutputForm.FP32).lines * 2
+        areas = tenant.scattered("results", len(contexts), area * 64)
+        lines = (areas[:, None] + np.arange(area, dtype=np.uint64) * np.uint64(64)).reshape(-1)
+        device._port.run([Write(tenant.hosts(lines), np.full((lines.size, 64), 0xFF, np.uint8))])
         out, lse = kv.attend(handles, layer=0, q=q, return_lse=True)
         invisible = kv.attend(handles, layer=0, q=q, rows=[(2, 2), (0, 0), (1, 1)])
     assert same_bits(out[1], torch.zeros(2, 8))
@@ -340,11 +343,16 @@ def test_masks_with_gaps(model):
     visible[1, [1, 2]] = True
     with model.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="fp16") as kv:
         handles = filled(kv, contexts)
+        kv.attend(handles, layer=0, q=q)  # takes the extents that results need
         before = model.stats()
         out = kv.attend(handles, layer=0, q=q, scale=SCALE, visible=visible)
-        assert (model.stats() - before).attention_jobs == 0
+        spent = model.stats() - before
+        assert (spent.jobs, spent.attention_jobs) == (0, 2)
+        # K and V of the rows that are seen, and of no other
+        assert spent.host_lines == spent.attention_lines == 2 * int(visible.sum())
         kv.attend(handles[1:], layer=0, q=q[1:], scale=SCALE, visible=visible[1:, :4])
-        assert (model.stats() - before).attention_jobs == 1
+        spent = model.stats() - before
+        assert (spent.jobs, spent.attention_jobs, spent.host_lines) == (1, 3, 2 * int(visible.sum()))
     wanted = [
         decode_attention(q[i : i + 1], k[None], v[None], scale=SCALE, visible=visible[i : i + 1, : len(k)])
         for i, (k, v) in enumerate(contexts)

@@ -27,8 +27,15 @@ from nearkv.errors import (
 from nearkv_hw.abi import Status
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.descriptor import COMPLETION
-from nearkv_hw.abi.window import IDENTITY
-from nearkv_sim.port import Access, DeviceTimeout, Poll, ReadResult
+from nearkv_hw.abi.window import (
+    CHANNEL_COUNTERS,
+    CHANNEL_COUNTERS_LINE,
+    DEVICE_COUNTERS,
+    DEVICE_COUNTERS_LINE,
+    IDENTITY,
+    register_address,
+)
+from nearkv_sim.port import Access, DeviceTimeout, Poll, Read, ReadResult
 
 
 class Setting:
@@ -136,6 +143,7 @@ REFUSED = [
     (DtypeError, "a batch is a list", lambda s: s.kv.append_attend(
         (n for n in [s.a]), layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 4, 8))),
     # the rest
+    (ArgumentError, r"attend\(\) has no option 'scael'; there are scale", lambda s: s.attend(scael=1)),
     (ArgumentError, "rows=6: must be an integer from 0 to 5", lambda s: s.kv.crop(s.a, 6)),
     (ArgumentError, "rows=-1", lambda s: s.kv.crop(s.a, -1)),
     (ClosedError, "was freed", lambda s: s.kv.free(s.freed)),
@@ -312,6 +320,11 @@ def attending(program) -> bool:
     return any(isinstance(operation, Poll) for operation in program) and len(program) > 8
 
 
+def waiting(program) -> bool:
+    """Whether a program waits for a batch, or goes on waiting for it."""
+    return any(isinstance(operation, Poll) for operation in program)
+
+
 @pytest.mark.parametrize(
     ("status", "page"), [(Status.PAGE_DENIED, 3), (Status.POISON, 3), (Status.BAD_RANGE, None)]
 )
@@ -365,7 +378,7 @@ def test_a_device_that_hangs_takes_no_more_work(failure, error):
     kv.attend(handles, layer=0, q=q)
 
     def hang(program, results):
-        if attending(program):
+        if waiting(program):
             raise failure("no answer")
         return results
 
@@ -375,6 +388,50 @@ def test_a_device_that_hangs_takes_no_more_work(failure, error):
     port.change = lambda program, results: results
     with pytest.raises(ClosedError, match="an earlier batch never ended; open the device again"):
         kv.attend(handles, layer=0, q=q)
+
+
+@pytest.mark.parametrize(
+    ("layout", "line", "field"),
+    [
+        (DEVICE_COUNTERS, DEVICE_COUNTERS_LINE, "jobs"),
+        (CHANNEL_COUNTERS, CHANNEL_COUNTERS_LINE + 1, "unit_lines"),
+    ],
+)
+def test_other_tenants_work_may_take_its_time(layout, line, field):
+    """A late batch is waited for as long as the device completes jobs or streams lines, and no longer."""
+    waits, moved = [], 0
+    port = TamperingPort(lambda program, results: results)
+    device = Device(port)
+    kv = device.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="fp16")
+    handles = filled(kv, [context(5, 1, 8, 8, seed=1)])
+    q = values(1, 1, 8, seed=1)
+    expected = kv.attend(handles, layer=0, q=q)
+    address = register_address(device.config, 0, line)
+
+    def work_for_others(program, results):
+        nonlocal moved
+        if waiting(program):
+            waits.append(program)
+            if len(waits) <= 3:
+                raise DeviceTimeout("busy")
+            return results
+        reads = [operation for operation in program if isinstance(operation, Read)]
+        for read, result in zip(reads, results, strict=True):
+            for at in np.flatnonzero(read.addresses == address):
+                moved += 1
+                values_now = layout.unpack(result.data[at].tobytes())
+                values_now[field] += moved
+                result.data[at] = np.frombuffer(layout.pack_bytes(values_now), np.uint8)
+        return results
+
+    port.change = work_for_others
+    assert torch.equal(kv.attend(handles, layer=0, q=q), expected)
+    assert len(waits) == 4
+    address = -1  # nothing moves
+    waits.clear()
+    with pytest.raises(DeviceTimeoutError, match="the device does nothing any more \\(busy\\)"):
+        kv.attend(handles, layer=0, q=q)
+    assert len(waits) == 2
 
 
 @pytest.mark.parametrize(
@@ -393,12 +450,12 @@ def test_a_device_of_another_version_is_refused(field, message):
 
 def test_the_configuration_is_what_the_device_says():
     def eight(program, results):
-        line = IDENTITY.unpack(results[0].data[0].tobytes()) | {"queries": 8, "clock_mhz": 600}
+        line = IDENTITY.unpack(results[0].data[0].tobytes()) | {"queries": 8, "dram": 2, "clock_mhz": 600}
         return [ReadResult(np.frombuffer(IDENTITY.pack_bytes(line), np.uint8)[None], results[0].access)]
 
     config = Device(TamperingPort(eight)).config
     assert (config.queries, config.clock_mhz, config.channels) == (8, 600, 2)
-    assert config.to_dict()["dram"] == "fixed"
+    assert config.to_dict()["dram"] == "ddr5_4800"
 
 
 def test_a_fork_that_cannot_be_read_leaves_no_sequence():
