@@ -7,7 +7,15 @@ from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from .abi import DeviceConfig
-from .abi.window import CHANNEL_COUNTERS, DEVICE_COUNTERS, LINK_COUNTERS
+from .abi.config import Placement
+from .abi.link import ports
+from .abi.window import (
+    CHANNEL_COUNTERS,
+    DEVICE_COUNTERS,
+    LINK_COUNTERS,
+    MEMORY_COUNTERS,
+    QUEUE_COUNTERS,
+)
 from .attention.unit import AttentionUnit
 from .command.completer import Completer
 from .command.walker import Walker
@@ -15,16 +23,20 @@ from .command.window import CommandWindow
 from .common.trees import reduce_tree
 from .endpoint.endpoint import Endpoint
 from .endpoint.messages import DRS, NDR, REQ, RWD
-from .memory.channel import MemoryChannel
+from .memory.channel import OUTSTANDING, MemoryChannel
+from .memory.detour import FabricDetour
 from .memory.fabric import Fabric
+from .memory.ranks import RankBus
 from .results.results import Results
+from .timeline import stage_taps
 
 LINES_AHEAD = 16
-"""Lines that a unit may ask for beyond those that the memory's latency keeps under way."""
+"""Lines that a unit may ask for beyond those that its channel keeps under way."""
+STREAMS = ("m2s_req", "m2s_rwd", "s2m_ndr", "s2m_drs")
 
 
 class Device(wiring.Component):
-    """The top of the design, whole but for the sparse store that stands in for DRAM.
+    """The top of the design, whole but for the black boxes that stand in for DRAM.
 
     Parameters
     ----------
@@ -32,26 +44,28 @@ class Device(wiring.Component):
 
     Members
     -------
-    m2s_req : In(stream) : M2S Req messages (reads), 87 bits.
-    m2s_rwd : In(stream) : M2S RwD messages (writes): header, byte enables, data; 663 bits.
-    s2m_ndr : Out(stream) : S2M NDR messages (completions), 30 bits.
-    s2m_drs : Out(stream) : S2M DRS messages: header, data; 552 bits.
+    m2s_req : In(stream) x ports : M2S Req messages (reads), 87 bits; `abi.link.ports` says how many ports.
+    m2s_rwd : In(stream) x ports : M2S RwD messages (writes): header, byte enables, data; 663 bits.
+    s2m_ndr : Out(stream) x ports : S2M NDR messages (completions), 30 bits.
+    s2m_drs : Out(stream) x ports : S2M DRS messages: header, data; 552 bits.
 
     The endpoint hands the host's accesses to the fabric or to the command window. The walker takes
-    descriptors from the window and tells every channel's attention unit what to do; the units stream from
-    their own channels, and the results side merges, finishes and writes; the completer tells the window.
+    descriptors from the window and tells every attention unit what to do; each unit streams from the slice of
+    memory that it stands beside, and the results side merges, finishes and writes; the completer tells the
+    window. Where units stand is `config.placement`.
     """
 
     def __init__(self, *, config):
         if not isinstance(config, DeviceConfig):
             raise TypeError(f"config must be a DeviceConfig, not {config!r}")
         self.config = config
+        count = ports(config.link, config.clock_mhz)
         super().__init__(
             {
-                "m2s_req": In(stream.Signature(REQ)),
-                "m2s_rwd": In(stream.Signature(RWD)),
-                "s2m_ndr": Out(stream.Signature(NDR)),
-                "s2m_drs": Out(stream.Signature(DRS)),
+                "m2s_req": In(stream.Signature(REQ)).array(count),
+                "m2s_rwd": In(stream.Signature(RWD)).array(count),
+                "s2m_ndr": Out(stream.Signature(NDR)).array(count),
+                "s2m_drs": Out(stream.Signature(DRS)).array(count),
             }
         )
 
@@ -62,54 +76,86 @@ class Device(wiring.Component):
         m.submodules.window = window = CommandWindow(config=config)
         m.submodules.walker = walker = Walker(config=config)
         m.submodules.completer = completer = Completer(ring_slots=config.ring_slots)
-        m.submodules.results = results = Results(channels=config.channels, finish_lanes=config.finish_lanes)
-        for name in ("m2s_req", "m2s_rwd", "s2m_ndr", "s2m_drs"):
-            wiring.connect(m, wiring.flipped(getattr(self, name)), getattr(endpoint, name))
-        channels = self._memory(m, (endpoint.memory, walker.fabric, results.fabric), walker.owners)
-        units = self._units(m, channels, walker, results)
+        for name in STREAMS:
+            for outer, inner in zip(getattr(self, name), getattr(endpoint, name), strict=True):
+                wiring.connect(m, wiring.flipped(outer), inner)
+        masters = [*endpoint.memory, walker.fabric]
+        units = [self._unit(m, n, walker) for n in range(config.units)]
+        if units:
+            masters.append(self._results(m, walker, completer, units))
+        if config.placement is Placement.FABRIC:
+            masters += [self._detour(m, n, unit) for n, unit in enumerate(units)]
+        channels = self._memory(m, masters, walker)
+        if config.placement is not Placement.FABRIC:
+            for channel, unit in zip(channels, units, strict=False):
+                wiring.connect(m, unit.memory, channel.unit)
 
         wiring.connect(m, endpoint.window, window.host)
         wiring.connect(m, window.descriptors, walker.descriptors)
-        wiring.connect(m, walker.results, results.jobs)
         wiring.connect(m, walker.tickets, completer.tickets)
         wiring.connect(m, walker.query_outcomes, completer.query_outcomes)
         wiring.connect(m, walker.page_outcomes, completer.page_outcomes)
-        wiring.connect(m, results.done, completer.passes)
         wiring.connect(m, completer.o, window.completions)
         m.d.comb += [completer.now.eq(window.cycles), walker.retired.eq(completer.retired)]
         self._counters(m, window, endpoint, channels, units)
+        results = m.submodules.results if units else None
+        m.submodules.timeline = stage_taps(
+            endpoint=endpoint, window=window, walker=walker, units=units, results=results, completer=completer
+        )
         return m
 
-    def _memory(self, m, masters, owners):
-        """The memory channels behind the fabric."""
-        m.submodules.fabric = fabric = Fabric(masters=len(masters), config=self.config)
+    def _unit(self, m, n, walker):
+        """An attention unit and its orders."""
+        unit = m.submodules[f"unit{n}"] = AttentionUnit(
+            lanes=self.config.lanes,
+            queries=self.config.queries,
+            finish_lanes=self.config.finish_lanes,
+            outstanding=OUTSTANDING + LINES_AHEAD,
+        )
+        wiring.connect(m, walker.jobs[n], unit.jobs)
+        wiring.connect(m, walker.queries[n], unit.queries)
+        wiring.connect(m, walker.pages[n], unit.pages)
+        return unit
+
+    def _results(self, m, walker, completer, units):
+        """The results side; returns its port into the fabric."""
+        m.submodules.results = results = Results(units=len(units), finish_lanes=self.config.finish_lanes)
+        wiring.connect(m, walker.results, results.jobs)
+        wiring.connect(m, results.done, completer.passes)
+        for unit, partials in zip(units, results.partials, strict=True):
+            wiring.connect(m, unit.partials, partials)
+        return results.fabric
+
+    def _detour(self, m, n, unit):
+        """A unit behind the crossbar; returns its port into the fabric."""
+        detour = m.submodules[f"detour{n}"] = FabricDetour(channel=n, config=self.config)
+        wiring.connect(m, unit.memory, detour.unit)
+        return detour.fabric
+
+    def _memory(self, m, masters, walker):
+        """The slices of memory behind the fabric."""
+        config = self.config
+        m.submodules.fabric = fabric = Fabric(masters=len(masters), config=config)
         for master, port in zip(masters, fabric.masters, strict=True):
             wiring.connect(m, master, port)
         channels = []
-        for n, (port, owner) in enumerate(zip(fabric.channels, owners, strict=True)):
-            channel = m.submodules[f"channel{n}"] = MemoryChannel(channel=n, config=self.config)
-            wiring.connect(m, port, channel.fabric)
+        for n, owner in enumerate(walker.owners):
+            channel = m.submodules[f"channel{n}"] = MemoryChannel(channel=n, config=config)
             wiring.connect(m, owner, channel.owner)
             channels.append(channel)
+        for n in range(config.channels):
+            of_channel = range(n, config.slices, config.channels)
+            sources = [fabric.channels[s] for s in of_channel]
+            if config.ranks > 1:
+                bus = m.submodules[f"bus{n}"] = RankBus(ranks=config.ranks)
+                for source, port in zip(sources, bus.fabric, strict=True):
+                    wiring.connect(m, source, port)
+                sources = list(bus.ranks)
+            for s, source in zip(of_channel, sources, strict=True):
+                wiring.connect(m, source, channels[s].fabric)
+        for snoop, written in zip(walker.snoops, fabric.written, strict=True):
+            m.d.comb += snoop.eq(written)
         return channels
-
-    def _units(self, m, channels, walker, results):
-        """An attention unit beside every channel."""
-        units = []
-        for n, channel in enumerate(channels):
-            unit = m.submodules[f"unit{n}"] = AttentionUnit(
-                lanes=self.config.lanes,
-                queries=self.config.queries,
-                finish_lanes=self.config.finish_lanes,
-                fifo_depth=channel.unit_latency_cycles + LINES_AHEAD,
-            )
-            wiring.connect(m, walker.jobs[n], unit.jobs)
-            wiring.connect(m, walker.queries[n], unit.queries)
-            wiring.connect(m, walker.pages[n], unit.pages)
-            wiring.connect(m, unit.memory, channel.unit)
-            wiring.connect(m, unit.partials, results.partials[n])
-            units.append(unit)
-        return units
 
     def _counters(self, m, window, endpoint, channels, units):
         """Every counter comes from the block that has one of its name."""
@@ -120,7 +166,14 @@ class Device(wiring.Component):
         m.d.comb += window.device.violations.eq(
             reduce_tree([channel.violations for channel in channels], add)
         )
-        for values, channel, unit in zip(window.channels, channels, units, strict=True):
-            for field in CHANNEL_COUNTERS:
-                block = channel if hasattr(channel, field.name) else unit
-                m.d.comb += values[field.name].eq(getattr(block, field.name))
+        for n, channel in enumerate(channels):
+            blocks = [channel, *units[n : n + 1]]
+            for layout, values in (
+                (CHANNEL_COUNTERS, window.channels[n]),
+                (MEMORY_COUNTERS, window.memories[n]),
+                (QUEUE_COUNTERS, window.queues[n]),
+            ):
+                for field in layout:
+                    for block in blocks:
+                        if hasattr(block, field.name):
+                            m.d.comb += values[field.name].eq(getattr(block, field.name))

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from amaranth.lib import wiring
 
 from .abi import configure
+from .abi.dram import Dram
 from .arithmetic.binned import BinnedAccumulator, TermAligner
 from .arithmetic.decode import ElementDecoder
 from .arithmetic.product import Product
@@ -28,6 +29,7 @@ from .command.walker import Walker
 from .command.window import CommandWindow
 from .endpoint.endpoint import Endpoint
 from .memory.channel import MemoryChannel
+from .memory.dram.controller import DramController
 from .memory.fabric import Fabric
 from .results.finish import Finish
 from .results.merge import Merge
@@ -41,6 +43,7 @@ UNIT = UnitShape(lanes=LANES, queries=QUERIES, finish_lanes=FINISH_LANES, max_di
 """With 64 elements per row, each of 8 lanes has the memory that each of the device's 32 has."""
 CONFIG = configure("small", queries=QUERIES, capacity_bytes=256 << 20, ring_slots=16)
 MASTERS = 3
+CONTROLLER_TAG_BITS = 10
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,17 @@ BLOCKS = (
     Block("term-aligner", lambda: TermAligner(significand_bits=29), 1),
     Block("binned-accumulator", lambda: BinnedAccumulator(states=16), 1),
     Block("loader", lambda: Loader(shape=UNIT), LANES),
-    Block("streamer", lambda: Streamer(shape=UNIT, depth=64), LANES),
+    Block("streamer", lambda: Streamer(shape=UNIT, outstanding=64), LANES),
     Block("issue", lambda: Issue(shape=UNIT)),
     Block("drain", lambda: Drain(shape=UNIT), LANES),
-    Block("results", lambda: Results(channels=2, finish_lanes=FINISH_LANES), FINISH_LANES),
-    Block("merge", lambda: Merge(channels=2, finish_lanes=FINISH_LANES), FINISH_LANES),
+    Block("results", lambda: Results(units=2, finish_lanes=FINISH_LANES), FINISH_LANES),
+    Block("merge", lambda: Merge(units=2, finish_lanes=FINISH_LANES), FINISH_LANES),
     Block("finish", lambda: Finish(finish_lanes=FINISH_LANES), FINISH_LANES),
     Block("reciprocal", Reciprocal),
     Block("rounding", Round, 1),
     Block("writer", lambda: Writer(finish_lanes=FINISH_LANES), FINISH_LANES),
     Block("memory-channel", lambda: MemoryChannel(channel=0, config=CONFIG)),
+    Block("dram-controller", lambda: DramController(part=Dram.DDR5_6400, tag=CONTROLLER_TAG_BITS)),
     Block("fabric", lambda: Fabric(masters=MASTERS, config=CONFIG)),
     Block("endpoint", lambda: Endpoint(config=CONFIG)),
     Block("command-window", lambda: CommandWindow(config=CONFIG)),

@@ -107,8 +107,8 @@ def to_verilog(component: wiring.Component, name: str = "top") -> VerilogDesign:
     text = verilog.convert(component, name=name, ports=values, emit_src=False, strip_internal_attrs=True)
     # Yosys drives constant bits of a variable in blocks without a trigger, which Verilator never runs.
     text = _merge_equal_modules(_CONSTANT.sub(r"  initial\n\1", text))
-    header = next(_MODULE.finditer(text)).group(2)
-    implied = [VerilogPort(signal, "in", 1) for signal in ("clk", "rst") if f" {signal}," in f" {header},"]
+    names = re.findall(r"\w+", next(_MODULE.finditer(text)).group(2))  # Yosys may break the line anywhere
+    implied = [VerilogPort(signal, "in", 1) for signal in ("clk", "rst") if signal in names]
     return VerilogDesign(name, text, (*implied, *ports))
 
 

@@ -146,6 +146,31 @@ def test_bad_pages(apertures, placed, page, status, entry):
     ok([other.run([NOP.pack(version=DESCRIPTOR_VERSION)])[0]])
 
 
+@pytest.mark.parametrize(("denied", "invalid"), [(2, 5), (5, 2), (0, 1), (8, 7), (3, 12)])
+def test_the_lowest_page_at_fault_is_told(apertures, placed, denied, invalid):
+    """One page of another tenant, found by a unit, and one entry that names no page, found by the walker."""
+    own = apertures[0]
+    for page, entry in ((denied, ENTRY.pack(valid=1, line=16 * EXTENT_BYTES // 64)), (invalid, 0)):
+        where = placed.placed["entries"] + page // 8 * LINE_BYTES
+        line = bytearray(own.read(where, LINE_BYTES))
+        line[page % 8 * 8 : page % 8 * 8 + 8] = entry.to_bytes(8, "little")
+        own.write(where, bytes(line))
+    expected = (Status.PAGE_DENIED, denied) if denied < invalid else (Status.BAD_PAGE, invalid)
+    check_status(own, placed.descriptor(), *expected)
+
+
+def test_a_lying_table_ends_at_once(apertures, placed):
+    """A table that says it has two million entries, with nothing behind the first thirteen."""
+    own = apertures[0]
+    header = TABLE.unpack(own.read(placed.placed["table"], LINE_BYTES))
+    lying = {**header, "entries": 1 << 21, "committed_rows": (1 << 23) - 1}
+    own.write(placed.placed["table"], TABLE.pack_bytes(lying))
+    line = placed.placed["entries"] + LINE_BYTES
+    own.write(line, own.read(line, LINE_BYTES)[: 5 * 8] + bytes(3 * 8))
+    record = check_status(own, placed.descriptor(row_end=(1 << 23) - 1), Status.BAD_PAGE, 13)
+    assert record["cycles"] < 2_000
+
+
 def test_entries_in_memory_of_others(apertures, placed, rng):
     """A table whose header is the tenant's and whose entries are not."""
     own = apertures[0]
