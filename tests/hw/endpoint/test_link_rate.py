@@ -23,7 +23,15 @@ LEAST = 0.97
 
 @pytest.mark.rtl
 @pytest.mark.parametrize("latency_cycles", [40, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("link", Link)
+@pytest.mark.parametrize(
+    "link",
+    [
+        pytest.param(
+            link, marks=() if link in (Link.X8_64, Link.X16_64) else pytest.mark.slow, id=link.name.lower()
+        )
+        for link in Link
+    ],
+)
 def test_link_rate(link, latency_cycles):
     config = configure(
         channels=CHANNELS,

@@ -1,5 +1,6 @@
 """A DRAM controller with its part, frames and refresh, as a component for benches."""
 
+import pytest
 from amaranth.hdl import Module, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import Out
@@ -13,6 +14,22 @@ from nearkv_hw.memory.dram.refresh import RefreshTimer
 from nearkv_sim.cocotb.streams import StreamSource, cycles, value
 
 TAG_BITS = 16
+OFTEN = [
+    (Dram.DDR5_6400, Refresh.ALL_BANK),
+    (Dram.DDR5_6400, Refresh.PER_BANK),
+    (Dram.HBM3_6400, Refresh.ALL_BANK),
+]
+PARTS_AND_MODES = [
+    pytest.param(
+        dram,
+        refresh,
+        marks=() if (dram, refresh) in OFTEN else pytest.mark.slow,
+        id=f"{dram.name}-{refresh.name}".lower(),
+    )
+    for dram in PARTS
+    for refresh in Refresh
+]
+"""Every part and refresh mode; each is a build of its own, so most of them run on demand."""
 COUNTS = (
     "unit_lines",
     "fabric_lines",

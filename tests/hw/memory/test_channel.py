@@ -39,7 +39,7 @@ ORDER_TESTS = "agrees_with_a_dictionary|refused_accesses|poison_stays"
         ("phy", {"dram": "fixed", "memory_latency_cycles": 40}),
         ("controller", {"dram": "ddr5_6400"}),
         ("phy", {"dram": "ddr5_4800", "refresh": "per_bank"}),
-        ("controller", {"dram": "lpddr5x_8533"}),
+        pytest.param("controller", {"dram": "lpddr5x_8533"}, marks=pytest.mark.slow),
         ("controller", {"dram": "hbm3_6400", "fabric_share": 3}),
     ],
 )

@@ -6,7 +6,7 @@ The part checks every rule meanwhile. Rates are held against the ceiling that al
 
 import cocotb
 import pytest
-from dram_bench import ControllerBench, Traffic, place_line
+from dram_bench import PARTS_AND_MODES, ControllerBench, Traffic, place_line
 from nearkv_hw.abi.dram import PARTS, Dram, Refresh, random_fraction
 from nearkv_hw.memory.dram.controller import DramController
 from nearkv_hw.memory.dram.refresh import RefreshTimer
@@ -30,8 +30,7 @@ RANDOM = {Dram.DDR5_6400: 0.97, Dram.DDR5_4800: 0.97, Dram.LPDDR5X_8533: 0.87, D
 
 
 @pytest.mark.rtl
-@pytest.mark.parametrize("refresh", list(Refresh), ids=lambda r: r.name.lower())
-@pytest.mark.parametrize("dram", list(PARTS), ids=lambda d: d.name.lower())
+@pytest.mark.parametrize(("dram", "refresh"), PARTS_AND_MODES)
 def test_rates(dram, refresh):
     bench = ControllerBench(dram=dram, refresh=refresh)
     run(

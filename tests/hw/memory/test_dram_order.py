@@ -9,8 +9,8 @@ from collections import defaultdict
 import cocotb
 import pytest
 from amaranth.lib import data
-from dram_bench import TAG_BITS, ControllerBench, place_line
-from nearkv_hw.abi.dram import PARTS, Dram, Refresh
+from dram_bench import PARTS_AND_MODES, TAG_BITS, ControllerBench, place_line
+from nearkv_hw.abi.dram import PARTS, Dram
 from nearkv_hw.abi.lines import LINE_BITS
 from nearkv_hw.memory.dram.controller import DramController, fabric_layout, unit_layout
 from nearkv_hw.memory.dram.pins import CHECK_BITS
@@ -22,8 +22,7 @@ ANSWER = data.StructLayout({"unit": 1, "tag": TAG_BITS, "data": LINE_BITS, "chec
 
 
 @pytest.mark.rtl
-@pytest.mark.parametrize("refresh", list(Refresh), ids=lambda r: r.name.lower())
-@pytest.mark.parametrize("dram", list(PARTS), ids=lambda d: d.name.lower())
+@pytest.mark.parametrize(("dram", "refresh"), PARTS_AND_MODES)
 def test_order(dram, refresh):
     run(
         ControllerBench(dram=dram, refresh=refresh),

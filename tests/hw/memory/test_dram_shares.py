@@ -8,13 +8,18 @@ from nearkv_hw.memory.dram.drain import STALE_FRAMES
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, start, value
 
-EVERY_PART = [(dram, 8) for dram in PARTS]
-OTHER_SHARES = [(Dram.DDR5_6400, share) for share in (0, 2, 14, 16)]
+PARTS_AND_SHARES = [
+    pytest.param(dram, share, marks=() if often else pytest.mark.slow, id=f"{dram.name}-{share}".lower())
+    for dram, share, often in (
+        *((dram, 8, dram in (Dram.DDR5_6400, Dram.HBM3_6400)) for dram in PARTS),
+        *((Dram.DDR5_6400, share, share == 2) for share in (0, 2, 14, 16)),
+    )
+]
 TURNS_FRAMES = 256
 
 
 @pytest.mark.rtl
-@pytest.mark.parametrize(("dram", "share"), EVERY_PART + OTHER_SHARES, ids=str)
+@pytest.mark.parametrize(("dram", "share"), PARTS_AND_SHARES)
 def test_shares(dram, share):
     run(
         ControllerBench(dram=dram, fabric_share=share),
