@@ -3,7 +3,8 @@
 A line `@layout descriptor.ATTEND` becomes the field table of `nearkv_hw.abi.descriptor.ATTEND`;
 `@enum descriptor.Status` becomes the members of an enumeration with their meaning; `@config` the presets;
 `@dram dram.DDR5_6400` the values of a DRAM part, `@densities` what depends on its density, and `@frames` what
-its rules are for a controller; `@links` what each CXL link carries.
+its rules are for a controller; `@links` what each CXL link carries; `@registers` a
+command window's register lines.
 """
 
 import ast
@@ -13,11 +14,13 @@ import inspect
 import itertools
 import re
 
-from nearkv_hw.abi import LINE_BYTES, PRESETS
+from nearkv_hw.abi import LINE_BYTES, PRESETS, window
 from nearkv_hw.abi.dram import MEANINGS, PARTS, Dram, Refresh, ceiling
 from nearkv_hw.abi.link import RATES, lines_per_cycle, ports
 
-DIRECTIVE = re.compile(r"^@(layout|enum|config|dram|densities|frames|links)(?: (\w+)\.(\w+))?$", re.MULTILINE)
+DIRECTIVE = re.compile(
+    r"^@(layout|enum|config|dram|densities|frames|links|registers)(?: (\w+)\.(\w+))?$", re.MULTILINE
+)
 
 
 def on_page_markdown(markdown, **_):
@@ -50,14 +53,32 @@ def _enum(module, name):
 def _member_docs(module, name):
     """The string after each member's assignment, as the source has it."""
     tree = ast.parse(inspect.getsource(module))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return _constant_docs(
+        next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    )
+
+
+def _constant_docs(node):
+    """The string after each assignment in the body of a module or class."""
     return {
         statement.targets[0].id: " ".join(following.value.value.split())
-        for statement, following in itertools.pairwise(body)
+        for statement, following in itertools.pairwise(node.body)
         if isinstance(statement, ast.Assign)
         and isinstance(following, ast.Expr)
         and isinstance(following.value, ast.Constant)
     }
+
+
+def _registers(*_):
+    """What each register line is, as the names and texts of the constants in `abi.window` say."""
+    docs = _constant_docs(ast.parse(inspect.getsource(window)))
+    rows = ["| register line | what |", "|---:|---|"]
+    rows += [
+        f"| {getattr(window, name)} | {doc.removeprefix('Register line of ')} |"
+        for name, doc in docs.items()
+        if name.endswith("_LINE")
+    ]
+    return "\n".join(rows)
 
 
 def _config(*_):
@@ -149,4 +170,5 @@ TABLES = {
     "densities": _densities,
     "frames": _frames,
     "links": _links,
+    "registers": _registers,
 }

@@ -1,7 +1,8 @@
 """The structs that travel between blocks, and the memory port's signatures.
 
 Addresses are line addresses (byte address / 64). `line` of a fabric request is of the whole device; behind
-the fabric, and for the units, it is of one channel.
+the fabric, and for the units, it is of one channel. Layouts begin with their line: its words then lie at whole
+words in a simulator, too.
 """
 
 from amaranth.hdl import signed, unsigned
@@ -49,22 +50,22 @@ class ReadResponse(data.Struct):
 class FabricRequest(data.Struct):
     """A read or write of one line by the endpoint, the walker or the writer."""
 
+    data: LINE_BITS
+    enable: LINE_BYTES
     line: LINE_ADDRESS_BITS
     tenant: TENANT_BITS
     id: REQUEST_ID_BITS
     write: 1
     poison: 1
-    enable: LINE_BYTES
-    data: LINE_BITS
 
 
 class FabricResponse(data.Struct):
     """The answer to a `FabricRequest`, reads and writes alike. Answers of one channel keep their order."""
 
+    data: LINE_BITS
     id: REQUEST_ID_BITS
     write: 1
     fault: Fault
-    data: LINE_BITS
 
 
 class Snoop(data.Struct):

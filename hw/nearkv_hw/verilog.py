@@ -15,6 +15,8 @@ from amaranth.hdl import Const, Value, ValueCastable
 from amaranth.hdl._ir import PortDirection  # the only way to state a direction; pinned by pyproject.toml
 from amaranth.lib import wiring
 
+from .verilog_text import tidy
+
 _NAME = r"(\\\S+ |\w+)"
 _MODULE = re.compile(rf"^module {_NAME} ?\((.*?)\);\n(.*?)^endmodule\n", re.MULTILINE | re.DOTALL)
 _INSTANCE = re.compile(rf"^  {_NAME}( +{_NAME} \(\n)((?:    \..*\n)*)", re.MULTILINE)
@@ -106,7 +108,7 @@ def to_verilog(component: wiring.Component, name: str = "top") -> VerilogDesign:
         ports.append(VerilogPort(port, "in" if inward else "out", len(value), value.shape().signed))
     text = verilog.convert(component, name=name, ports=values, emit_src=False, strip_internal_attrs=True)
     # Yosys drives constant bits of a variable in blocks without a trigger, which Verilator never runs.
-    text = _merge_equal_modules(_CONSTANT.sub(r"  initial\n\1", text))
+    text = tidy(_merge_equal_modules(_CONSTANT.sub(r"  initial\n\1", text)))
     names = re.findall(r"\w+", next(_MODULE.finditer(text)).group(2))  # Yosys may break the line anywhere
     implied = [VerilogPort(signal, "in", 1) for signal in ("clk", "rst") if signal in names]
     return VerilogDesign(name, text, (*implied, *ports))

@@ -9,11 +9,12 @@ import nearkv
 import numpy as np
 import pytest
 from driver_cases import context, expected, filled, same_bits, values
+from nearkv.bench.beside import beside
 from nearkv.errors import DeviceError
 from nearkv_hw.abi.config import Placement
 from nearkv_hw.abi.dram import PARTS, Dram, Refresh
 from nearkv_hw.abi.lines import LINE_BYTES
-from nearkv_sim.port import Poll, Read, Write
+from nearkv_sim.port import Read, Write
 
 SCALE = 0.125
 TRAFFIC = 600
@@ -52,50 +53,39 @@ def test_bits_and_host_traffic(overrides):
             handles = filled(kv, contexts)
             assert same_bits(kv.attend(handles, layer=0, q=q, scale=SCALE), wanted)
             traffic = Traffic(kv, rng)
-            assert same_bits(kv.attend(handles, layer=0, q=q, scale=SCALE), wanted)
-            traffic.check()
+            with beside(traffic.port, traffic.operations) as results:
+                assert same_bits(kv.attend(handles, layer=0, q=q, scale=SCALE), wanted)
+            traffic.check(results)
             assert same_bits(kv.attend(handles, layer=0, q=q, scale=SCALE), wanted)
 
 
 class Traffic:
-    """Puts random reads and writes of memory of the tenant's own behind the next doorbell."""
+    """Random reads and writes of memory of the tenant's own."""
 
     def __init__(self, kv, rng):
         tenant = kv._tenant
         places = tenant.hosts(tenant.scattered("traffic", 64, 16 * LINE_BYTES))
         lines = (places[:, None] + np.arange(16, dtype=np.uint64) * np.uint64(LINE_BYTES)).reshape(-1)
         self._content = {int(line): rng.randbytes(LINE_BYTES) for line in lines}
-        self._port = tenant._port
-        self._run = self._port.run
-        self._port.run([self._write(list(self._content))])
-        self._rng = rng
-        self._port.run = self._disturbed
-        self._reads = None
+        self.port = tenant._port
+        self.port.run([self._write(list(self._content))])
+        chosen = rng.sample(sorted(self._content), TRAFFIC)
+        read, written = chosen[: TRAFFIC * 2 // 3], chosen[TRAFFIC * 2 // 3 :]
+        self._wanted = [self._content[line] for line in read]
+        for line in written:
+            self._content[line] = rng.randbytes(LINE_BYTES)
+        self.operations = [Read(np.array(read, np.uint64)), self._write(written)]
 
     def _write(self, lines):
         data = np.frombuffer(b"".join(self._content[line] for line in lines), np.uint8)
         return Write(np.array(lines, np.uint64), data.reshape(-1, LINE_BYTES))
 
-    def _disturbed(self, program):
-        self._port.run = self._run
-        chosen = self._rng.sample(sorted(self._content), TRAFFIC)
-        read, written = chosen[: TRAFFIC * 2 // 3], chosen[TRAFFIC * 2 // 3 :]
-        before = [self._content[line] for line in read]
-        for line in written:
-            self._content[line] = self._rng.randbytes(LINE_BYTES)
-        polls = [n for n, operation in enumerate(program) if isinstance(operation, Poll)]
-        at = polls[0] if polls else 0  # between doorbell and poll: nothing there waits for anything
-        mine = [Read(np.array(read, np.uint64)), self._write(written)]
-        results = self._run([*program[:at], *mine, *program[at:]])
-        self._reads = results.pop(sum(isinstance(operation, Read) for operation in program[:at]))
-        assert [line.tobytes() for line in self._reads.data] == before
-        return results
-
-    def check(self):
-        """The traffic took place, and its writes have arrived."""
-        assert self._reads is not None
+    def check(self, results):
+        """What was read was there, and what was written has arrived."""
+        (read,) = results
+        assert [line.tobytes() for line in read.data] == self._wanted
         lines = list(self._content)
-        (result,) = self._port.run([Read(np.array(lines, np.uint64))])
+        (result,) = self.port.run([Read(np.array(lines, np.uint64))])
         assert [line.tobytes() for line in result.data] == [self._content[line] for line in lines]
 
 

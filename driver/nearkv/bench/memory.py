@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ from nearkv.device import Device, open
 from nearkv.errors import NearkvError
 from nearkv.workload import Filled, Workload
 
+from .figure import Figure
+from .shares import shares
+
 WIDE = {"queries": 8, "finish_lanes": 4}
 """What batches run on: 8 kept queries."""
 NARROW = {"queries": 4, "finish_lanes": 2}
@@ -27,17 +30,9 @@ ATTACC = {188: 0.877, 130: 0.729}
 4,096 rows of 128 fp16 elements, 670.4 GB/s, tCK 0.769 ns (its public cycle results)."""
 _ATTACC_CHANNELS = 16
 _ATTACC_ROWS = 4096
+SHARES = (2, 8)
+"""Sixteenths for the host in the case `shares`: less than it wants, and as much."""
 _STAGES = frozenset({EventKind.STAGE})
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One number of one device."""
-
-    name: str
-    value: float
-    unit: str
-    config: dict[str, Any] = field(default_factory=dict)
 
 
 Measurement = Callable[[Device, "Options"], Iterator[Figure]]
@@ -87,7 +82,7 @@ class Step:
     measurements: Sequence[Measurement]
 
 
-CASES = ("batch", "heads", "job", "latency", "attacc", "placements")
+CASES = ("batch", "heads", "job", "latency", "attacc", "shares", "placements")
 """What `Options.cases` may name; the traffic of a controller alone is `bench.controller`'s."""
 
 
@@ -117,6 +112,12 @@ def plan(options: Options) -> list[Step]:
             ]
             if narrow:
                 steps.append(Step(title, {**place, **NARROW, "channels": 2}, narrow))
+    if options.wants("shares"):
+        for part in options.parts:
+            for share in SHARES:
+                title = f"{part.name.lower()} {share}/16 for the host"
+                overrides = {"dram": part, "fabric_share": share, **NARROW, "channels": 2}
+                steps.append(Step(title, overrides, [with_host]))
     if options.wants("placements"):
         part = options.parts[0]
         for placement in Placement:
@@ -200,6 +201,11 @@ def attacc(device: Device, options: Options) -> Iterator[Figure]:
         }
         for figure in _rate(f"memory.attacc{count}", device, work):
             yield Figure(figure.name, figure.value, figure.unit, {**figure.config, **about})
+
+
+def with_host(device: Device, options: Options) -> Iterator[Figure]:
+    """Jobs of 4,096 rows, and beside them as many random reads of the host as the link carries."""
+    yield from shares(device, rows=options.scaled(4096), reads=options.scaled(16384))
 
 
 def side_by_side(device: Device, options: Options) -> Iterator[Figure]:

@@ -36,8 +36,8 @@ def write_into(page: Path, results: Results) -> None:
 
 def markdown(results: Results) -> str:
     """Tables of whatever the results hold."""
-    tables = (_rates(results), _heads(results), _latencies(results), _traffic(results))
-    return "\n\n".join(table for table in (*tables, _attacc(results), _placements(results)) if table)
+    tables = (_rates, _heads, _latencies, _traffic, _shares, _attacc, _placements)
+    return "\n\n".join(filter(None, (table(results) for table in tables)))
 
 
 def _rates(results: Results) -> str:
@@ -142,6 +142,28 @@ def _traffic(results: Results) -> str:
     )
 
 
+def _shares(results: Results) -> str:
+    def cells(part: str, share: int) -> Iterable[str]:
+        of_it = {"part": part, "fabric_share": share}
+        (alone,) = {r["config"]["host_alone"] for r in results if _is(r, "memory.shares.host", of_it)}
+        yield f"{alone:.1%}"
+        for client in ("host", "attention"):
+            (found,) = (r for r in results if _is(r, f"memory.shares.{client}", of_it))
+            yield f"{found['value']:.1%}"
+            yield f"{found['config']['guaranteed']:.1%}"
+
+    devices = dict.fromkeys(
+        (r["config"]["part"], r["config"]["fabric_share"])
+        for r in results
+        if r["name"].startswith("memory.shares.")
+    )
+    return _table(
+        "Random reads of the host beside attention, of the channels' peak",
+        ["part", "host's share", "host alone", "host", "its own", "attention", "its own"],
+        [[f"`{part}`", f"{share}/16", *cells(part, share)] for part, share in devices],
+    )
+
+
 def _attacc(results: Results) -> str:
     rows = [
         [
@@ -177,13 +199,12 @@ def _placements(results: Results) -> str:
 
 def _value(results: Results, name: str, **config: Any) -> float | None:
     """The value of the first result of a name whose config has these entries."""
-    for result in results:
-        if result["name"] == name and all(
-            result["config"].get(key) == value for key, value in config.items()
-        ):
-            value: float = result["value"]
-            return value
-    return None
+    return next((float(result["value"]) for result in results if _is(result, name, config)), None)
+
+
+def _is(result: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a result has this name, and these entries in its config."""
+    return result["name"] == name and all(result["config"].get(key) == value for key, value in config.items())
 
 
 def _percent(value: float | None) -> str:

@@ -21,10 +21,10 @@ RUN_BITS = 19
 class Posted(data.Struct):
     """A descriptor as it was taken from its ring."""
 
+    line: LINE_BITS
     tenant: TENANT_BITS
     index: 32  # descriptors of this ring before this one
     fetched: 32  # cycle in which it was taken
-    line: LINE_BITS
 
 
 class Job(data.Struct):
@@ -142,10 +142,10 @@ class Outcome(data.Struct):
 class Completed(data.Struct):
     """A completion record and the slot that it is for."""
 
+    record: LINE_BITS
     tenant: TENANT_BITS
     index: 32
     failed: 1  # the status is not OK
-    record: LINE_BITS
 
 
 class Run(data.Struct):

@@ -39,11 +39,11 @@ class _Completion(data.Struct):
 
 
 class _ReadData(data.Struct):
+    data: LINE_BITS
     id: REQUEST_ID_BITS
     dev_load: DevLoad
     nxm: 1
     poison: 1
-    data: LINE_BITS
 
 
 class Answers(wiring.Component):

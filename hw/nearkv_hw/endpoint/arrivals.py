@@ -16,8 +16,8 @@ _WAITING = 2
 class Content(data.Struct):
     """What an RwD message brings beside its header."""
 
-    enable: LINE_BYTES
     data: LINE_BITS
+    enable: LINE_BYTES
 
 
 class Arrivals(wiring.Component):

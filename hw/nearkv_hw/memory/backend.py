@@ -17,19 +17,19 @@ def fabric_access(slot_bits):
     """A read or write of a line of the channel; `slot` comes back when it is done."""
     return data.StructLayout(
         {
+            "data": unsigned(LINE_BITS),
+            "enable": unsigned(LINE_BYTES),
             "line": LINE_ADDRESS_BITS,
             "slot": slot_bits,
             "write": unsigned(1),
             "poison": unsigned(1),
-            "enable": unsigned(LINE_BYTES),
-            "data": unsigned(LINE_BITS),
         }
     )
 
 
 def read_answer(slot_bits):
     """A line that was read."""
-    return data.StructLayout({"slot": slot_bits, "poison": unsigned(1), "data": unsigned(LINE_BITS)})
+    return data.StructLayout({"data": unsigned(LINE_BITS), "slot": slot_bits, "poison": unsigned(1)})
 
 
 def write_answer(slot_bits):

@@ -38,8 +38,8 @@ _CHECKED = 4
 class _Read(data.Struct):
     """What a client's slot is filled with."""
 
-    poison: 1
     data: LINE_BITS
+    poison: 1
 
 
 class _Asked(data.Struct):

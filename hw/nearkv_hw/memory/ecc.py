@@ -7,14 +7,15 @@ in a word is corrected, two are found. A line that was never written, zeros with
 correct.
 """
 
-from functools import reduce
 from operator import xor
 
 from amaranth.hdl import Cat, Const, Module, Mux, Signal
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
+from amaranth.utils import exact_log2
 
 from ..abi.lines import LINE_BITS
+from ..common.trees import reduce_tree
 
 WORD_BITS = 64
 CHECK_BITS = 8
@@ -23,18 +24,40 @@ LINE_CHECK_BITS = WORDS * CHECK_BITS
 _SYNDROME_BITS = CHECK_BITS - 1
 _POSITIONS = [p for p in range(1, 1 << _SYNDROME_BITS) if p & (p - 1)][:WORD_BITS]
 """The positions of a word's bits."""
-_MASKS = [sum(1 << bit for bit, p in enumerate(_POSITIONS) if p >> k & 1) for k in range(_SYNDROME_BITS)]
-"""The bits of a word that each check bit covers."""
+_BYTE_BITS = 8
 
 
-def line_check(line):
-    """The check bits of a line, word i's from bit 8 i up; a value without registers."""
-    return Cat(_word_check(line[i * WORD_BITS : (i + 1) * WORD_BITS]) for i in range(WORDS))
+def line_check(m, line):
+    """The check bits of a line, word i's from bit 8 i up, worked out in module `m` without registers."""
+    check = Signal(LINE_CHECK_BITS)
+    words = (line[i * WORD_BITS : (i + 1) * WORD_BITS] for i in range(WORDS))
+    m.d.comb += check.eq(Cat(_word_check(m, word) for word in words))
+    return check
 
 
-def _word_check(word):
-    checks = [(word & mask).xor() for mask in _MASKS]
-    return Cat(*checks, reduce(xor, checks, word.xor()))
+def _word_check(m, word):
+    """A word's check bits: parities of positions by their place in a byte, then by their byte."""
+    runs = [word[(1 << k) - k - 1 : (1 << k + 1) - k - 2] for k in range(_SYNDROME_BITS)]
+    placed = Cat(Const(0, 1), *(part for run in runs for part in (Const(0, 1), run)))
+    count = -(-(_POSITIONS[-1] + 1) // _BYTE_BITS)
+    pieces = [Signal(_BYTE_BITS, name=f"byte_{at}") for at in range(count)]
+    folded, parities = Signal(_BYTE_BITS), Signal(count)
+    m.d.comb += [
+        Cat(pieces).eq(placed),
+        folded.eq(reduce_tree(pieces, xor)),
+        parities.eq(Cat(piece.xor() for piece in pieces)),
+    ]
+    split = exact_log2(_BYTE_BITS)
+    checks = [
+        *(_parity_of(folded, k) for k in range(split)),
+        *(_parity_of(parities, k) for k in range(_SYNDROME_BITS - split)),
+    ]
+    return Cat(*checks, reduce_tree([folded.xor(), *checks], xor))
+
+
+def _parity_of(bits, k):
+    """The parity of the bits whose index has bit k set."""
+    return reduce_tree([bit for at, bit in enumerate(bits) if at >> k & 1], xor)
 
 
 class EccDecoder(wiring.Component):
@@ -62,21 +85,20 @@ class EccDecoder(wiring.Component):
         m = Module()
         line = Signal(LINE_BITS, reset_less=True)
         m.d.sync += line.eq(self.line)
+        fresh = line_check(m, self.line)
         words, corrected, uncorrectable = [], [], []
         for i in range(WORDS):
             kept = self.check[i * CHECK_BITS : (i + 1) * CHECK_BITS]
-            fresh = _word_check(self.line[i * WORD_BITS : (i + 1) * WORD_BITS])
             syndrome = Signal(_SYNDROME_BITS, name=f"syndrome_{i}", reset_less=True)
             odd = Signal(name=f"odd_{i}", reset_less=True)
-            differ = kept ^ fresh
+            differ = kept ^ fresh[i * CHECK_BITS : (i + 1) * CHECK_BITS]
             # the parity bit covers the check bits as they were kept
             m.d.sync += [syndrome.eq(differ), odd.eq(differ.xor())]
-            flips = Signal(1 << _SYNDROME_BITS, name=f"flips_{i}")
-            m.d.comb += flips.eq(Const(1) << syndrome)
             word = line[i * WORD_BITS : (i + 1) * WORD_BITS]
-            words.append(word ^ Mux(odd, _of_word(flips), 0))
             beyond = syndrome > _POSITIONS[-1]
-            corrected.append(odd & ~beyond)
+            flips = odd & ~beyond
+            words.append(word ^ (flips & _in_word(syndrome)) << _bit_of(syndrome))
+            corrected.append(flips)
             uncorrectable.append((odd & beyond) | (~odd & syndrome.any()))
         spoilt = Cat(uncorrectable).any()
         m.d.sync += [
@@ -87,7 +109,14 @@ class EccDecoder(wiring.Component):
         return m
 
 
-def _of_word(positions):
-    """A word's bits among the positions: what lies between the powers of two."""
-    runs = [positions[(1 << k) + 1 : 1 << (k + 1)] for k in range(1, _SYNDROME_BITS)]
-    return Cat(runs)[:WORD_BITS]
+def _in_word(position):
+    """Whether the position is a word's bit: one that is no power of two."""
+    return (position & (position - 1)).any()
+
+
+def _bit_of(position):
+    """Which bit of its word a position is: positions start at 1 and skip the powers of two."""
+    skipped = Const(3)
+    for k in range(2, _SYNDROME_BITS):
+        skipped = Mux(position[k:].any(), k + 2, skipped)
+    return (position - skipped)[: exact_log2(WORD_BITS)]

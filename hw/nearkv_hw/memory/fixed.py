@@ -52,7 +52,7 @@ class FixedMemory(wiring.Component):
         operation = data.StructLayout(
             {"unit": 1, "slot": self.slot_bits, "line": LINE_ADDRESS_BITS, "write": 1, "poison": 1}
         )
-        content = data.StructLayout({"enable": LINE_BYTES, "data": LINE_BITS})
+        content = data.StructLayout({"data": LINE_BITS, "enable": LINE_BYTES})
         m.submodules.operations = operations = Delay(shape=operation, cycles=wait)
         m.submodules.contents = contents = Delay(shape=content, cycles=wait)
         now, op = operations.i.payload, operations.o.payload

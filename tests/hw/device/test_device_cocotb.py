@@ -27,13 +27,12 @@ class PoisoningHost(Host):
     def __init__(self, dut, **options):
         super().__init__(dut, **options)
         self.poisoned = set()
-        send = self._writes.send
+        for port in self._ports:
+            port.writes.send = self._marking(port.writes.send)
 
-        def send_marked(messages):
-            place = M2S_RWD.offset("poison")
-            send([message | self._is_poisoned(message) << place for message in messages])
-
-        self._writes.send = send_marked
+    def _marking(self, send):
+        place = M2S_RWD.offset("poison")
+        return lambda messages: send([message | self._is_poisoned(message) << place for message in messages])
 
     def _is_poisoned(self, message):
         return (message >> M2S_RWD.offset("address") & (1 << 46) - 1) * LINE_BYTES in self.poisoned

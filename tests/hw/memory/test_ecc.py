@@ -16,7 +16,7 @@ def decode(lines, flips):
     line, flip = Signal(LINE_BITS), Signal(LINE_BITS + LINE_CHECK_BITS)
     m.d.comb += [
         decoder.line.eq(line ^ flip[:LINE_BITS]),
-        decoder.check.eq(line_check(line) ^ flip[LINE_BITS:]),
+        decoder.check.eq(line_check(m, line) ^ flip[LINE_BITS:]),
     ]
     found = []
 

@@ -89,8 +89,7 @@ class DramMemory(wiring.Component):
         wiring.connect(m, wiring.flipped(self.port.fabric), partial.i)
         fabric_sub, fabric_line = subchannel_of(part, partial.o.payload.line)
         unit_sub, unit_line = subchannel_of(part, self.port.unit.payload.line)
-        check = Signal(LINE_CHECK_BITS)
-        m.d.comb += check.eq(line_check(partial.o.payload.data))
+        check = line_check(m, partial.o.payload.data)
 
         turn = Signal(range(part.subchannels))
         m.d.sync += turn.eq(turn + 1)
@@ -136,7 +135,7 @@ class DramMemory(wiring.Component):
     def _return(self, m, tag, partial, controllers, boxes):
         """Lines on their way back: at most one per cycle, corrected, to whoever asked."""
         came = data.StructLayout(
-            {"unit": 1, "tag": tag, "poison": 1, "line": LINE_BITS, "check": LINE_CHECK_BITS}
+            {"line": LINE_BITS, "check": LINE_CHECK_BITS, "unit": 1, "tag": tag, "poison": 1}
         )
         lines = []
         for s, (controller, box) in enumerate(zip(controllers, boxes, strict=True)):

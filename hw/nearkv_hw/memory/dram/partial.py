@@ -13,12 +13,12 @@ def whole_access(slot_bits):
     """A read, or a write of a whole line. With `merge` set a read's data belongs to a partial write."""
     return data.StructLayout(
         {
+            "data": LINE_BITS,
             "line": LINE_ADDRESS_BITS,
             "slot": slot_bits,
             "merge": 1,
             "write": 1,
             "poison": 1,
-            "data": LINE_BITS,
         }
     )
 
