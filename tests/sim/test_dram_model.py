@@ -432,8 +432,8 @@ class Frames:
     def tell(self, frame, command, first, second=0):
         frame += self.first
         slot = self.part.slots.column if command in ("RD", "WR") else self.part.slots.activate
-        cycle = frame * self.part.subchannels + slot.cycle + self.part.late_cycles * (command == "LATE")
-        self.lines.append(f"{command.replace('LATE', 'ACT')} {cycle} {frame % 2} {first} {second}")
+        cycle = frame * self.part.subchannels + slot.cycle
+        self.lines.append(f"{command} {cycle} {frame % 2} {first} {second}")
         return self
 
     def __str__(self):
@@ -455,8 +455,6 @@ def frame_cases(part, refresh):
         "column_to_precharge_write": [([*open_two, (0, "WR", 0, 0)], ("PRE", 0))],
         "activate_to_precharge": [([(0, "ACT", 0, 0)], ("PRE", 0))],
         "precharge_to_activate": [([(-60, "ACT", 0, 0), (0, "PRE", 0, 0)], ("ACT", 0))],
-        "late_activate_to_column": [([(0, "LATE", 0, 0)], (c, 0)) for c in ("RD", "WR")],
-        "late_activate_to_precharge": [([(0, "LATE", 0, 0)], ("PRE", 0))],
         "activate_other_group": [([(0, "ACT", 0, 0)], ("ACT", 1))],
         "activate_same_group": [([(0, "ACT", 0, 0)], ("ACT", same))],
         "four_activates": [(four, ("ACT", same))],
@@ -500,7 +498,5 @@ def test_frames_keep_every_rule_and_waste_none(violations, dram, refresh):
     early = {key[:2] for key, text in found.items() if key[2] < 0 and text}
     at_least_one = {"activate_other_group", "column_other_group"}  # a frame is as little as there is
     tight = {key[:2] for key in found if getattr(timings, key[0]) > 1 or key[0] not in at_least_one}
-    tight -= (
-        {("activate_to_column", 1), ("late_activate_to_column", 1)} if dram is Dram.HBM3_6400 else set()
-    )  # a write may come sooner there
+    tight -= {("activate_to_column", 1)} if dram is Dram.HBM3_6400 else set()  # a write may come sooner there
     assert tight - early == set()

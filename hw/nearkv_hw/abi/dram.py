@@ -63,8 +63,6 @@ class DramPart:
     separate_buses : whether row and column commands have a bus each.
     default_density : Gbit, one of `densities`.
     slots : places of the commands in a frame.
-    late_cycles : how much later in a frame an activate may be told, or 0. Half a frame where four activates
-        need an odd number of halves, which whole frames would round up.
     """
 
     dram: Dram
@@ -80,7 +78,6 @@ class DramPart:
     separate_buses: bool
     default_density: int
     slots: Slots
-    late_cycles: int = 0
 
     @property
     def values(self) -> Mapping[str, Value]:
@@ -241,8 +238,6 @@ def _frames(part: DramPart, density_gbit: int, refresh: Refresh) -> FrameTimings
     row = part.slots.activate.cycle * part.tck_per_cycle
     column = tuple(part.slots.column.acts(odd) for odd in (0, 1))
     activate = tuple(row + part.slots.activate.acts(odd) for odd in (0, 1))
-    late = part.late_cycles * part.tck_per_cycle
-    latest = tuple(at + late for at in activate)
     precharge = tuple(row + part.slots.precharge.acts(odd) for odd in (0, 1))
     last_burst = tuple(at + bursts[-1] for at in column)
 
@@ -280,16 +275,13 @@ def _frames(part: DramPart, density_gbit: int, refresh: Refresh) -> FrameTimings
         interval, to_other, to_refresh = n("REFI"), apart(precharge, activate, rfc), rfc
     else:
         interval, to_refresh = n("REFI_SET"), rules["REF_REF"]
-        to_other = max(apart(precharge, activate, n("REF_ACT")), apart(latest, precharge, n("REF_ACT")))
+        to_other = max(apart(precharge, activate, n("REF_ACT")), apart(activate, precharge, n("REF_ACT")))
     return FrameTimings(
         activate_to_column=apart(activate, column, rcd),
-        late_activate_to_column=apart(latest, column, rcd),
         column_to_precharge_read=apart(last_burst, precharge, n("RTP")),
         column_to_precharge_write=apart(last_burst, precharge, write_end + n("WR")),
         activate_to_precharge=apart(activate, precharge, n("RAS")),
         activate_to_activate=apart(activate, activate, n("RC")),
-        late_activate_to_activate=apart(latest, activate, n("RC")),
-        late_activate_to_precharge=apart(latest, precharge, n("RAS")),
         precharge_to_activate=apart(precharge, activate, n("RP")),
         activate_other_group=apart(activate, activate, n("RRD_S")),
         activate_same_group=apart(activate, activate, n("RRD_L")),
@@ -447,7 +439,6 @@ PARTS: dict[Dram, DramPart] = {
             # The two halves of an activate take the odd tCK of a frame; the even ones that the column
             # commands leave are the precharges'.
             slots=Slots(column=Slot(0, 4, 6), precharge=Slot(1, 5, 3), activate=Slot(1, 0, 0, takes=(0, 2))),
-            late_cycles=2,
         ),
         DramPart(
             dram=Dram.HBM3_6400,

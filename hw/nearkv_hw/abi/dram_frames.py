@@ -54,11 +54,8 @@ class FrameTimings:
     activate_to_column : the row may be read and written.
     column_to_precharge_read, column_to_precharge_write : after a read, a write of the bank.
     activate_to_precharge, activate_to_activate, precharge_to_activate : of the same bank.
-    late_activate_to_column, late_activate_to_precharge, late_activate_to_activate : the same after a late
-        activate (`DramPart.late_cycles`).
-    activate_other_group, activate_same_group : activates of different banks, both late or neither.
-    four_activates : the fifth of five activates after the first; one frame less if it is late and the first
-        was not.
+    activate_other_group, activate_same_group : activates of different banks.
+    four_activates : the fifth of five activates after the first.
     column_other_group, column_same_group : reads, and writes of other bank groups.
     column_same_group_write : writes of the same bank group.
     read_to_write : any banks.
@@ -79,9 +76,6 @@ class FrameTimings:
     activate_to_precharge: int
     activate_to_activate: int
     precharge_to_activate: int
-    late_activate_to_column: int
-    late_activate_to_precharge: int
-    late_activate_to_activate: int
     activate_other_group: int
     activate_same_group: int
     four_activates: int

@@ -66,7 +66,6 @@ class Banks(wiring.Component):
     open : Out(banks) : banks with an open row.
     reads, writes, activates, precharges : Out(banks) : banks to which the rules allow each command in this
         frame.
-    late : Out(1) : an activate in this frame has to be late (`DramPart.late_cycles`).
     read_turn, write_turn : Out(1) : the data bus is free for reads, for writes.
     look_bank, look_row : In : a row to look up; look_hit, look_closed : Out(1) : whether it is the open row
         of the bank, and whether the bank has none.
@@ -84,7 +83,6 @@ class Banks(wiring.Component):
                 "tick": In(1),
                 "commands": In(Commands(part=part, density_gbit=density_gbit)),
                 **{name: Out(part.banks) for name in ("open", "reads", "writes", "activates", "precharges")},
-                "late": Out(1),
                 "read_turn": Out(1),
                 "write_turn": Out(1),
                 "look_bank": In(place["bank"].shape),
@@ -134,21 +132,17 @@ class Banks(wiring.Component):
             "settled",
             count,
             column=(t.activate_to_column, activated),
-            late_column=(t.late_activate_to_column, activated & self.late.replicate(count)),
             activate=(t.precharge_to_activate, precharged),
             refresh=(t.refresh, refreshed),
         )
-
-        def opened_for(to_precharge, to_activate):
-            """Opening and closing together take a row cycle."""
-            return max(to_precharge, to_activate - t.precharge_to_activate)
-
-        late = activated & self.late.replicate(count)
         closable = countdowns(
             "closable",
             count,
-            row=(opened_for(t.activate_to_precharge, t.activate_to_activate), activated),
-            late_row=(opened_for(t.late_activate_to_precharge, t.late_activate_to_activate), late),
+            # Opening and closing together take a row cycle.
+            row=(
+                max(t.activate_to_precharge, t.activate_to_activate - t.precharge_to_activate),
+                activated,
+            ),
             read=(t.column_to_precharge_read, read_bank),
             write=(t.column_to_precharge_write, written_bank),
         )
@@ -183,21 +177,26 @@ class Banks(wiring.Component):
             refresh=(t.refresh_to_other, c.refresh),
         )
 
-        may_activate = self._window(m)
+        # Of five activates the first and the last are a window apart: at most four in all but its last frame.
+        recent = Signal(t.four_activates - 1)
+        inside, following = Signal(range(5)), Signal(range(5))
+        m.d.comb += following.eq(inside + c.activate - recent[-1])
+        with m.If(self.tick):
+            m.d.sync += [recent.eq(Cat(c.activate, recent)), inside.eq(following)]
+
         with m.If(self.tick):
             m.d.sync += self.open.eq((self.open | activated) & ~precharged)
+        may_activate = Signal()
         m.d.comb += [
             self.read_turn.eq(bus_reads),
             self.write_turn.eq(bus_writes),
+            may_activate.eq(bus_activates & (inside < 4)),
             self.reads.eq(self.open & settled & group_reads.replicate(repeats) & bus_reads.replicate(count)),
             self.writes.eq(
                 self.open & settled & group_writes.replicate(repeats) & bus_writes.replicate(count)
             ),
             self.activates.eq(
-                ~self.open
-                & settled
-                & group_activates.replicate(repeats)
-                & (bus_activates & may_activate).replicate(count)
+                ~self.open & settled & group_activates.replicate(repeats) & may_activate.replicate(count)
             ),
             self.precharges.eq(self.open & closable),
         ]
@@ -213,26 +212,3 @@ class Banks(wiring.Component):
             self.look_hit.eq(~self.look_closed & (read.data == self.look_row)),
         ]
         return m
-
-    def _window(self, m):
-        """Whether four activates leave room for a fifth, late or not; drives `late`.
-
-        Of five activates the first and the last are a window apart: at most four in all but its last frame.
-        A late activate is half a frame further from one that was not: it need not count the oldest frame's.
-        After a late one, those that follow closely are late, too.
-        """
-        frames, activate = self.timings.four_activates - 1, self.commands.activate
-        recent = Signal(frames)
-        inside, following = Signal(range(5)), Signal(range(5))
-        m.d.comb += following.eq(inside + activate - recent[-1])
-        with m.If(self.tick):
-            m.d.sync += [recent.eq(Cat(activate, recent)), inside.eq(following)]
-        may_be_early = inside < 4
-        if not self.part.late_cycles:
-            return may_be_early
-        lates = Signal(frames)
-        close = max(self.timings.activate_same_group, self.timings.activate_other_group)
-        with m.If(self.tick):
-            m.d.sync += lates.eq(Cat(activate & self.late, lates))
-        m.d.comb += self.late.eq(~may_be_early | lates[:close].any())
-        return may_be_early | (recent[-1] & ~lates[-1])

@@ -236,9 +236,8 @@ class DramController(wiring.Component):
             shares.fabric_column.eq(commands.column & ~shares.unit_column),
             shares.pause.eq(refresher.busy if self.refresh is Refresh.ALL_BANK else 0),
         ]
-        late_step = steps[part.late_cycles] if part.late_cycles else 0
         self._elaborate_pins(
-            m, banks, refresher, (reads, writes), (read_selector, write_selector), follow, late_step, tick
+            m, commands, refresher, (reads, writes), (read_selector, write_selector), follow, tick
         )
         self._elaborate_counters(m, commands, banks, refresher, drain, tick)
         return m
@@ -356,10 +355,10 @@ class DramController(wiring.Component):
             m.d.sync += written_tag.eq(asked.tag)
         m.d.comb += self.written.payload.eq(written_tag)
 
-    def _elaborate_pins(self, m, banks, refresher, queues, selectors, follow, late_step, tick):
+    def _elaborate_pins(self, m, commands, refresher, queues, selectors, follow, tick):
         """The part is told of the column command in the first cycle of the next frame, of others in the
-        second, of late activates later."""
-        commands, pins, (read_selector, write_selector) = banks.commands, self.pins, selectors
+        second."""
+        pins, (read_selector, write_selector) = self.pins, selectors
         row = {
             name: Signal.like(getattr(commands, name), name=f"told_{name}")
             for name in (
@@ -371,7 +370,7 @@ class DramController(wiring.Component):
                 "precharge_bank",
             )
         }
-        refresh, late = Signal(), Signal()
+        refresh = Signal()
         m.d.sync += pins.column_valid.eq(tick & commands.column)
         with m.If(tick):
             m.d.sync += [
@@ -381,11 +380,10 @@ class DramController(wiring.Component):
                 pins.column_column.eq(read_selector.column_place.column | write_selector.column_place.column),
                 *(told.eq(getattr(commands, name)) for name, told in row.items()),
                 refresh.eq(commands.refresh),
-                late.eq(banks.late),
                 pins.refresh_set.eq(refresher.refresh_set),
             ]
         m.d.sync += [
-            pins.activate_valid.eq(row["activate"] & Mux(late, late_step, follow)),
+            pins.activate_valid.eq(follow & row["activate"]),
             pins.precharge_valid.eq(follow & row["precharge"]),
             pins.refresh_valid.eq(follow & refresh),
         ]
