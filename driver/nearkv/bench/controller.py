@@ -15,6 +15,7 @@ from nearkv_hw.abi.dram import (
     turnaround_share,
     unloaded_read_ns,
 )
+from nearkv_hw.memory.dram.controller import WRITE_ENTRIES
 from nearkv_sim.cocotb.traffic import Measured, Pattern
 from nearkv_sim.cocotb.traffic import measure as run
 
@@ -75,12 +76,8 @@ def _latencies(unloaded: Measured, part: DramPart, about: dict[str, Any]) -> Ite
 
 
 def _turnaround(part: DramPart) -> float:
-    """What turning the bus takes, with as many writes at a time as the controller collects."""
-    from nearkv_hw.memory.dram.drain import Drain
-
-    drain = Drain(entries=16)
-    writes = drain.high - drain.low
-    return turnaround_share(part, 2 * writes, writes)
+    """What turning the bus takes, with as many writes at a time as a controller's queue holds."""
+    return turnaround_share(part, 2 * WRITE_ENTRIES, WRITE_ENTRIES)
 
 
 def _result(name: str, value: float, unit: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from ..abi.lines import LINE_BYTES
 from .dram.memory import DramMemory
 from .fixed import FixedMemory
 
-SLOT_BITS = 7
-"""Reads under way, log2: more than any memory here needs for its full rate."""
+SLOT_BITS = 9
+"""Reads under way, log2: more than any memory here holds, so that none is kept from its bank by order."""
 WRITES_AHEAD = 8
 """Writes that may be due and not yet taken before reads wait for them, so that both go on to the end."""
 COUNT_BITS = 32
@@ -30,7 +30,8 @@ class Order(enum.Enum, shape=1):
 class Traffic(wiring.Component):
     """Reads lines through the unit's port as fast as they come, writes some through the fabric's, and counts.
 
-    Reads are of the lower half of the memory, writes of the upper one, there over all bank groups in turn.
+    Reads alone are of half the memory. With writes among them, both have banks of their own, so that the bus has
+    to turn and no row is closed for the other; writes go over all bank groups in turn.
 
     Parameters
     ----------
@@ -107,9 +108,10 @@ class Traffic(wiring.Component):
         request, reply = port.unit, port.unit_read
         may_ask = ~busy.bit_select(slot, 1) & (due - written < WRITES_AHEAD)
         anywhere = random[64 - self.half_bits :]
+        in_order = Mux(self.reads_per_write == 0, asked, self._of_banks(asked, 0))
         m.d.comb += [
             request.valid.eq((asked != self.reads) & may_ask & (~self.alone | (asked == answered))),
-            request.payload.line.eq(Mux(self.order == Order.RANDOM, anywhere, asked[: self.half_bits])),
+            request.payload.line.eq(Mux(self.order == Order.RANDOM, anywhere, in_order)),
             request.payload.slot.eq(slot),
             ask.eq(request.valid & request.ready),
             answer.eq(reply.valid),
@@ -145,7 +147,7 @@ class Traffic(wiring.Component):
         write = Signal()
         m.d.comb += [
             request.valid.eq(written != due),
-            request.payload.line.eq(Cat(self._spread(written)[: self.half_bits], 1)),
+            request.payload.line.eq(self._of_banks(self._spread(written), 1)),
             request.payload.slot.eq(written),
             request.payload.write.eq(1),
             request.payload.enable.eq((1 << LINE_BYTES) - 1),
@@ -172,3 +174,14 @@ class Traffic(wiring.Component):
             count[low:][:groups],
             count[low + groups + columns :],
         )
+
+    def _of_banks(self, count, half):
+        """The lines of the lower or the upper half of all banks, those of a run one after the other."""
+        if self.config.dram is Dram.FIXED:
+            return Cat(count[: self.half_bits], half)
+        part = PARTS[self.config.dram]
+        pairs = exact_log2(part.banks) - 1
+        below = exact_log2(part.subchannels) + 1 + exact_log2(part.row_lines) + pairs - 1
+        row = count[below : self.half_bits]
+        gray = row[pairs - 1] ^ row[pairs]  # the highest bit of a pair's number is exclusive-or'ed with it
+        return Cat(count[:below], gray ^ half, row)

@@ -18,6 +18,8 @@ from .refresh import Refresher, known_part
 from .selector import Selector
 from .shares import Shares, checked_share
 
+WRITE_ENTRIES = 16
+"""Writes that a controller collects unless told otherwise."""
 LINGER_FRAMES = 64
 """How long a client that stopped asking still has its part of the read queue kept free."""
 
@@ -61,8 +63,8 @@ class DramController(wiring.Component):
     refresh : how it is refreshed.
     tag : shape of what comes back with an answer.
     fabric_share : sixteenths of the time that belong to the fabric when both want it, 0 to 16.
-    read_entries, write_entries : accesses that are looked at together, at least 8; by default 16, HBM3 reads
-        24: its rows open so late that 16 do not reach far enough.
+    read_entries, write_entries : accesses that are looked at together, at least 8; by default 16, reads
+        of HBM3 and LPDDR5X 32: rows of few banks open so late that 16 do not reach far enough.
 
     Members
     -------
@@ -70,6 +72,8 @@ class DramController(wiring.Component):
         sub-channel's lines.
     phase : In(1) : the first cycle of each frame.
     due : In(1) : a cycle in which one more refresh is due, from `RefreshTimer`.
+    join : In(1), drains : Out(1) : writes begin in another sub-channel, in this one. Accesses come in order, so
+        a sub-channel that writes while the others read would stop them: they turn together.
     pins : Out(DramPins) : the part.
     answers : Out(stream(unit, tag), always_ready) : whose line the part shows in this cycle.
     written : Out(stream(tag), always_ready) : a write has its place in the order.
@@ -92,7 +96,7 @@ class DramController(wiring.Component):
         tag,
         fabric_share=8,
         read_entries=None,
-        write_entries=16,
+        write_entries=WRITE_ENTRIES,
     ):
         self.part = known_part(part)
         self.density_gbit = self.part.default_density if density_gbit is None else density_gbit
@@ -114,6 +118,8 @@ class DramController(wiring.Component):
                 "fabric": In(stream.Signature(fabric_layout(self.line_bits, tag))),
                 "phase": In(1),
                 "due": In(1),
+                "join": In(1),
+                "drains": Out(1),
                 "pins": Out(DramPins(part=self.part, density_gbit=self.density_gbit)),
                 "answers": Out(
                     stream.Signature(data.StructLayout({"unit": 1, "tag": tag}), always_ready=True)
@@ -172,6 +178,8 @@ class DramController(wiring.Component):
             refresher.activate.eq(commands.activate),
             refresher.wanted.eq(read_selector.wanted | write_selector.wanted),
             drain.tick.eq(tick),
+            drain.join.eq(self.join),
+            self.drains.eq(drain.begins),
             shares.tick.eq(tick),
         ]
         free = ~refresher.hold
@@ -244,7 +252,8 @@ class DramController(wiring.Component):
 
     def _elaborate_door(self, m, banks, reads, writes, drain, shares, follow, tick):
         """Accesses enter the queues: one per frame, of the clients in turn."""
-        m.submodules.unit_buffer = unit = Buffer(shape=self.unit.payload.shape(), depth=2)
+        # accesses come in order: the others' go on while one sub-channel has more than its queue holds
+        m.submodules.unit_buffer = unit = Buffer(shape=self.unit.payload.shape(), depth=self.read_entries)
         m.submodules.fabric_buffer = fabric = Buffer(shape=self.fabric.payload.shape(), depth=2)
         wiring.connect(m, wiring.flipped(self.unit), unit.i)
         wiring.connect(m, wiring.flipped(self.fabric), fabric.i)
@@ -321,10 +330,10 @@ class DramController(wiring.Component):
             drain.own_reads.eq((fabric_reads != 0) | (fabric.o.valid & ~asked.write)),
             drain.hazard.eq(unit_met | fabric_met),
             drain.force.eq(unit_met),
-            drain.allow.eq(~shares.favour_unit),
+            drain.allow.eq(~shares.favour_unit | ~shares.first_unit),
         ]
         for wants, held, room, most in (
-            (fabric_wants, unit_reads, unit_share, self.read_entries * 3 // 4),
+            (drain.own_reads, unit_reads, unit_share, self.read_entries * 3 // 4),
             (unit_wants, fabric_reads, fabric_share, self.read_entries // 2),
         ):
             lingers = Signal(range(LINGER_FRAMES + 1))  # the other client wants or wanted its part

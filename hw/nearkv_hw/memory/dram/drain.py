@@ -14,10 +14,11 @@ class Drain(wiring.Component):
     """Collects writes and lets them go together, for each turn of the bus costs time.
 
     Writes begin when the queue is three quarters full (`high`), when a read waits for one of them, when there
-    were no reads for `IDLE_FRAMES`, and when they waited for `STALE_FRAMES`. While reads wait, writes end
-    when few are left (`low`). Between writes and reads of the fabric itself there is a limit: writes end
-    after twice the queue, too, and the next ones begin no sooner than after as many frames. How long writes
-    may keep the unit's reads waiting is for `Shares`.
+    were no reads for `IDLE_FRAMES`, when they waited for `STALE_FRAMES`, and, unless they are few, together
+    with those of another sub-channel. While reads wait, writes end when few are left (`low`). Between writes
+    and reads of the fabric itself there is a limit: writes end after twice the queue, too, and the next ones
+    begin no sooner than after as many frames. When writes may keep the unit's reads waiting is for `Shares`;
+    what has begun has as many frames as the queue has entries to end.
 
     Parameters
     ----------
@@ -32,6 +33,8 @@ class Drain(wiring.Component):
     hazard : In(1) : a read waits for a queued write.
     allow : In(1) : the fabric may have the bus, by its share.
     write_column : In(1) : the frame has a write.
+    join : In(1) : writes of a sub-channel that shares this one's clients begin.
+    begins : Out(1) : in the frame after the one in which the writes' turn began.
     writing : Out(1) : the bus is for writes.
     wants : Out(1) : writes want the bus, or have it.
     soon : Out(1) : they will before long.
@@ -48,9 +51,10 @@ class Drain(wiring.Component):
                 "tick": In(1),
                 "level": In(range(entries + 1)),
                 **{
-                    name: In(1) for name in ("reads", "own_reads", "force", "hazard", "allow", "write_column")
+                    name: In(1)
+                    for name in ("reads", "own_reads", "force", "hazard", "allow", "write_column", "join")
                 },
-                **{name: Out(1) for name in ("writing", "wants", "soon")},
+                **{name: Out(1) for name in ("writing", "begins", "wants", "soon")},
             }
         )
 
@@ -59,7 +63,10 @@ class Drain(wiring.Component):
         some = Signal()
         idle, stale = Signal(range(IDLE_FRAMES + 1)), Signal(range(STALE_FRAMES + 1))
         burst = Signal(range(2 * self.entries + 1))  # writes, or frames for reads, that are left of this turn
-        due, stop, few = Signal(), Signal(), Signal()
+        overrun = Signal(
+            range(self.entries + 1)
+        )  # frames of this turn in which the fabric may not have the bus
+        due, stop, few, joins, over = Signal(), Signal(), Signal(), Signal(), Signal()
         is_idle, is_stale, spent, full = Signal(), Signal(), Signal(), Signal()
         m.d.comb += [
             some.eq(self.level != 0),
@@ -67,9 +74,11 @@ class Drain(wiring.Component):
             is_idle.eq(idle == IDLE_FRAMES),
             is_stale.eq(stale == STALE_FRAMES),
             spent.eq(burst == 0),
-            due.eq(some & (self.hazard | is_idle | ((full | is_stale) & (spent | ~self.own_reads)))),
+            joins.eq(self.join & (self.level > self.low)),
+            due.eq(some & (self.hazard | is_idle | ((full | is_stale | joins) & (spent | ~self.own_reads)))),
             few.eq(self.reads & ~is_stale & (self.level <= self.low)),
-            stop.eq(~some | (~self.allow & ~self.force) | (~self.hazard & (few | (self.own_reads & spent)))),
+            over.eq(~self.force & (overrun == self.entries)),
+            stop.eq(~some | over | (~self.hazard & (few | (self.own_reads & spent)))),
             self.wants.eq(self.writing | (some & (self.hazard | is_idle | full | is_stale))),
             self.soon.eq((self.level >= self.high - self.entries // 4) & self.allow),
         ]
@@ -80,6 +89,12 @@ class Drain(wiring.Component):
             ]
             with m.If((self.write_column | ~self.writing) & ~spent):
                 m.d.sync += burst.eq(burst - 1)
-            with m.If(Mux(self.writing, stop, due & (self.allow | self.force))):
+            with m.If(~self.writing):
+                m.d.sync += overrun.eq(0)
+            with m.Elif(~self.allow & (overrun != self.entries)):
+                m.d.sync += overrun.eq(overrun + 1)
+            turns = Mux(self.writing, stop, due & (self.allow | self.force))
+            m.d.sync += self.begins.eq(turns & ~self.writing)
+            with m.If(turns):
                 m.d.sync += [self.writing.eq(~self.writing), burst.eq(2 * self.entries)]
         return m

@@ -120,6 +120,9 @@ class DramMemory(wiring.Component):
             ]
             controllers.append(controller)
             boxes.append(box)
+        for s, controller in enumerate(controllers):
+            others = (other.drains for n, other in enumerate(controllers) if n != s)
+            m.d.comb += controller.join.eq(Cat(others).any())
         for stream, sub, targets in (
             (self.port.unit, unit_sub, [controller.unit for controller in controllers]),
             (partial.o, fabric_sub, [controller.fabric for controller in controllers]),
