@@ -1,8 +1,8 @@
 """The structs that travel between blocks, and the memory port's signatures.
 
 Addresses are line addresses (byte address / 64). `line` of a fabric request is of the whole device; behind
-the fabric, and for the units, it is of one channel. Layouts begin with their line: its words then lie at whole
-words in a simulator, too.
+the fabric, and for the units, it is of one channel. Layouts begin with their line, whose words
+then lie at whole words in a simulator, too.
 """
 
 from amaranth.hdl import signed, unsigned

@@ -30,8 +30,8 @@ class Order(enum.Enum, shape=1):
 class Traffic(wiring.Component):
     """Reads lines through the unit's port as fast as they come, writes some through the fabric's, and counts.
 
-    Reads alone are of half the memory. With writes among them, both have banks of their own, so that the bus has
-    to turn and no row is closed for the other; writes go over all bank groups in turn.
+    Reads alone are of half the memory. With writes among them, both have banks of their own, so that the bus
+    has to turn and no row is closed for the other; writes go over all bank groups in turn.
 
     Parameters
     ----------

@@ -72,8 +72,8 @@ class DramController(wiring.Component):
         sub-channel's lines.
     phase : In(1) : the first cycle of each frame.
     due : In(1) : a cycle in which one more refresh is due, from `RefreshTimer`.
-    join : In(1), drains : Out(1) : writes begin in another sub-channel, in this one. Accesses come in order, so
-        a sub-channel that writes while the others read would stop them: they turn together.
+    join : In(1), drains : Out(1) : writes begin in another sub-channel, in this one. Accesses come in order,
+        so a sub-channel that writes while the others read would stop them: they turn together.
     pins : Out(DramPins) : the part.
     answers : Out(stream(unit, tag), always_ready) : whose line the part shows in this cycle.
     written : Out(stream(tag), always_ready) : a write has its place in the order.

@@ -63,9 +63,7 @@ class Drain(wiring.Component):
         some = Signal()
         idle, stale = Signal(range(IDLE_FRAMES + 1)), Signal(range(STALE_FRAMES + 1))
         burst = Signal(range(2 * self.entries + 1))  # writes, or frames for reads, that are left of this turn
-        overrun = Signal(
-            range(self.entries + 1)
-        )  # frames of this turn in which the fabric may not have the bus
+        overrun = Signal(range(self.entries + 1))  # frames of this turn beyond the fabric's share
         due, stop, few, joins, over = Signal(), Signal(), Signal(), Signal(), Signal()
         is_idle, is_stale, spent, full = Signal(), Signal(), Signal(), Signal()
         m.d.comb += [
