@@ -25,13 +25,11 @@ class LineCache(wiring.Component):
 
     Members
     -------
-    look : In(1), line, tenant : In : look a line up, as of this cycle.
-    step : In(1) : compare what was looked up last, at the earliest in the next cycle; before the next look
-        or together with it.
-    hit, data : Out : whether the line is here for this tenant, and what it holds; from the cycle after the
-        step on until the next.
+    look : In(1), line, tenant, at : In : look a line up, whose place is `at`; see `place_of`.
+    hit, data : Out : whether the line is here for this tenant, and what it holds, both as of the look; from
+        the next cycle on until the next look.
     place, free : Out : where it belongs, and whether no other line is under way to there.
-    reserve : In(1) : the line compared last is now being read from memory for this place, which is `free`.
+    reserve : In(1) : the line looked up is now being read from memory for this place, which is `free`.
     fill : In({valid, keep, place, data}) : the line for a reserved place has come, to be kept or not.
     snoops : In(Snoop).array(snoops) : lines that were written. Whose they are does not matter.
     flush : In(1) : nothing that is here or under way is true any longer.
@@ -43,10 +41,10 @@ class LineCache(wiring.Component):
     completion takes longer than that from the channel to its master; a doorbell that follows the completion
     finds the line gone.
 
-    Latency is 2 cycles, throughput a look, a fill and `snoops` writes per cycle.
+    Latency is 1 cycle, throughput a look, a fill and `snoops` writes per cycle.
     """
 
-    latency_cycles = 2
+    latency_cycles = 1
     snoop_cycles = 3
 
     def __init__(self, *, lines, snoops):
@@ -58,17 +56,21 @@ class LineCache(wiring.Component):
                 "look": In(1),
                 "line": In(LINE_ADDRESS_BITS),
                 "tenant": In(TENANT_BITS),
-                "step": In(1),
+                "at": In(bits),
                 "hit": Out(1),
                 "data": Out(LINE_BITS),
                 "place": Out(bits),
                 "free": Out(1),
                 "reserve": In(1),
-                "fill": In(data.StructLayout({"valid": 1, "keep": 1, "place": bits, "data": LINE_BITS})),
+                "fill": In(data.StructLayout({"data": LINE_BITS, "valid": 1, "keep": 1, "place": bits})),
                 "snoops": In(Snoop).array(snoops),
                 "flush": In(1),
             }
         )
+
+    def place_of(self, line):
+        """A line's place: tables that lie at multiples of the cache's size shall not meet in one."""
+        return line[: self.place_bits] ^ line[self.place_bits : 2 * self.place_bits]
 
     def elaborate(self, platform):
         m = Module()
@@ -82,44 +84,33 @@ class LineCache(wiring.Component):
         m.submodules.contents = contents = memory.Memory(shape=LINE_BITS, depth=self.lines, init=[])
         valid, filling = Signal(self.lines), Signal(self.lines)  # both: the line is under way, to be kept
 
-        # Look: tag and state are of one cycle. Until the step nobody reserves the place but the line ahead,
-        # in the cycle of the step itself, so the contents stay.
-        place, looked = _place(self.line, bits), Signal(bits, reset_less=True)
+        # Look: tag, state and contents are of one cycle. A place that is reserved in this cycle still holds
+        # what it held; what comes for it comes later.
         tag_read, tag_write = tags.read_port(domain="comb"), tags.write_port()
-        asked, found = Signal(tag_shape, reset_less=True), Signal(tag_shape, reset_less=True)
-        here = Signal()
-        m.d.comb += tag_read.addr.eq(place)
-        with m.If(self.look):
-            m.d.sync += [
-                looked.eq(place),
-                asked.line.eq(self.line >> bits),
-                asked.tenant.eq(self.tenant),
-                found.eq(tag_read.data),
-                here.eq((valid & ~filling).bit_select(place, 1) & ~(self.reserve & (self.place == place))),
-            ]
-
-        # Step: compare, and see whether the place can be reserved.
         read, write = contents.read_port(), contents.write_port()
-        compared = Signal(tag_shape, reset_less=True)
+        asked, looked = Signal(tag_shape), Signal(tag_shape, reset_less=True)
         busy = Signal()
         m.d.comb += [
-            read.addr.eq(looked),
-            read.en.eq(self.step),
+            asked.line.eq(self.line >> bits),
+            asked.tenant.eq(self.tenant),
+            tag_read.addr.eq(self.at),
+            read.addr.eq(self.at),
+            read.en.eq(self.look),
             self.data.eq(read.data),
             self.free.eq(~busy),
         ]
-        with m.If(self.step):
+        with m.If(self.look):
             m.d.sync += [
-                self.place.eq(looked),
-                compared.eq(asked),
-                self.hit.eq(here & (asked == found)),
-                busy.eq(filling.bit_select(looked, 1) | (self.reserve & (self.place == looked))),
+                self.place.eq(self.at),
+                looked.eq(asked),
+                self.hit.eq((valid & ~filling).bit_select(self.at, 1) & (asked == tag_read.data)),
+                busy.eq(filling.bit_select(self.at, 1) | (self.reserve & (self.place == self.at))),
             ]
 
         # Reserve and fill.
         m.d.comb += [
             tag_write.addr.eq(self.place),
-            tag_write.data.eq(compared),
+            tag_write.data.eq(looked),
             tag_write.en.eq(self.reserve),
             write.addr.eq(self.fill.place),
             write.data.eq(self.fill.data),
@@ -133,13 +124,13 @@ class LineCache(wiring.Component):
             line, asks = Signal(LINE_ADDRESS_BITS, name=f"line{n}", reset_less=True), Signal(name=f"asks{n}")
             tag = Signal(LINE_ADDRESS_BITS - bits, name=f"tag{n}", reset_less=True)
             match, at = Signal(name=f"match{n}"), Signal(bits, name=f"at{n}", reset_less=True)
-            m.d.comb += port.addr.eq(_place(snoop.line, bits))
+            m.d.comb += port.addr.eq(self.place_of(snoop.line))
             m.d.sync += [
                 line.eq(snoop.line),
                 asks.eq(snoop.valid),
                 tag.eq(port.data.line),
                 match.eq(asks & (tag == line[bits:])),
-                at.eq(_place(line, bits)),
+                at.eq(self.place_of(line)),
             ]
             written.append(Mux(match, 1 << at, 0))
         forgotten, reserved, filled, lost = (
@@ -164,8 +155,3 @@ def check_size(lines, snoops):
         raise ValueError(f"lines must be a power of two from 2 to 512, not {lines!r}")
     if not isinstance(snoops, int) or snoops < 1:
         raise ValueError(f"snoops must be a positive integer, not {snoops!r}")
-
-
-def _place(line, bits):
-    """A line's place: tables that lie at multiples of the cache's size shall not meet in one."""
-    return line[:bits] ^ line[bits : 2 * bits]

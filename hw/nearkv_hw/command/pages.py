@@ -1,6 +1,6 @@
 """Page-table entries into rows to stream."""
 
-from amaranth.hdl import Cat, Module, Mux, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -91,10 +91,18 @@ class PageFeed(wiring.Component):
         failure = Signal(Outcome)  # of the pass whose tokens are placed
         failed = Signal()  # the pass that is walked
         dropping = Signal()
+        # The pass's: its pages' tokens have left when the next one is taken.
+        work = Signal(PageWork, reset_less=True)
+        last_within = Signal(signed(_EXTENT_LINES_SHIFT + 6), reset_less=True)  # where a page may start
         m.d.comb += failed.eq((failure.status != Status.OK) & ~(full & token.end))
         self._read(m, dropping)
-        self._walk(m, token, full, free, failed, dropping)
-        self._place(m, token, full, free, failure)
+        self._walk(m, work, token, full, free, failed, dropping)
+        self._place(m, work, last_within, token, full, free, failure)
+        with m.If(self.i.ready):
+            m.d.sync += [
+                work.eq(self.i.payload),
+                last_within.eq((1 << _EXTENT_LINES_SHIFT) - self.i.payload.page_lines),
+            ]
         return m
 
     def _read(self, m, dropping):
@@ -108,19 +116,20 @@ class PageFeed(wiring.Component):
         m.d.sync += ahead.eq(ahead + asked - come)
         m.d.comb += issue.stop.eq(dropping & (ahead == 0))
 
-    def _walk(self, m, token, full, free, failed, dropping):
+    def _walk(self, m, work, token, full, free, failed, dropping):
         """Takes lines apart: one token per page, and one at the end of the pass."""
-        work, line = self.i.payload, self.lines.payload
+        line = self.lines.payload
         page = Signal(PAGE_BITS, reset_less=True)
         is_last = page == work.last_page
         with m.If(free):
             m.d.sync += full.eq(0)
         with m.FSM():
             with m.State("START"):
-                m.d.sync += page.eq(work.first_page)
+                m.d.comb += self.i.ready.eq(1)
+                m.d.sync += page.eq(self.i.payload.first_page)
                 with m.If(self.i.valid):
                     m.next = "WALK"
-                    with m.If(work.empty):
+                    with m.If(self.i.payload.empty):
                         m.next = "END"
             with m.State("WALK"):
                 within = page[:_ENTRIES_SHIFT]
@@ -147,15 +156,14 @@ class PageFeed(wiring.Component):
             with m.State("END"):
                 with m.If(free):
                     m.d.sync += [full.eq(1), token.end.eq(1)]
-                    m.d.comb += self.i.ready.eq(1)
                     m.next = "START"
 
-    def _place(self, m, token, full, free, failure):
+    def _place(self, m, work, last_within, token, full, free, failure):
         """Checks an entry and sends its page to its unit.
 
-        A page's token leaves before the end of its pass arrives, so that `i` still tells of its pass.
+        A page's token leaves before the end of its pass arrives, so that `work` is of its pass.
         """
-        work, entry = self.i.payload, token.entry
+        entry = token.entry
         item, to = Signal(PageItem), Signal(self.units)
         emits, room = Signal(), Signal()
         blocked = []
@@ -182,7 +190,7 @@ class PageFeed(wiring.Component):
             ~entry.valid
             | (entry.as_value() & ENTRY.reserved_mask()).any()
             | entry.line[self.capacity_lines.bit_length() - 1 :].any()
-            | (within + work.page_lines > 1 << _EXTENT_LINES_SHIFT)
+            | (within > last_within)
         )
         with m.If(failure.status != Status.OK):
             m.d.comb += status.eq(failure.status)

@@ -1,6 +1,6 @@
 """What a job's geometry comes to, worked out while the header of its page table is read."""
 
-from amaranth.hdl import Module, Mux, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -82,7 +82,8 @@ class Planner(wiring.Component):
     def _place(self, m, measured, out):
         checked, job, plan = measured.checked, measured.checked.job, out.plan
         work, page_rows = plan.work, Signal(14)
-        last_in_page = measured.last_row[:MAX_PAGE_ROWS_LOG2] & (page_rows - 1)[:MAX_PAGE_ROWS_LOG2]
+        in_page = Cat(n < job.page_rows_log2 for n in range(MAX_PAGE_ROWS_LOG2))  # page_rows - 1, but fast
+        last_in_page = measured.last_row[:MAX_PAGE_ROWS_LOG2] & in_page
         m.d.comb += [
             page_rows.eq(1 << job.page_rows_log2),
             *(out[name].eq(checked[name]) for name in ("ticket", "attends", "claims", "claim")),

@@ -1,13 +1,19 @@
 """Reads of device lines that come back in order."""
 
 from amaranth.hdl import Cat, Const, Module, Mux, Signal
-from amaranth.lib import data, memory, stream, wiring
+from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import ceil_log2
 
+from ..abi.lines import LINE_BITS
+from ..common.queue import Queue
+from ..common.reorder import SmallReorder
 from ..interfaces import LINE_ADDRESS_BITS, TENANT_BITS, FabricPort, Fault, Snoop
 from .cache import LineCache, check_size
 from .records import Run, WalkLine, WalkRead
+
+_ANSWER = data.StructLayout({"data": LINE_BITS, "fault": Fault})
+"""What a slot holds of a `WalkLine`; whether it is the last of its run is known before."""
 
 
 class LineReader(wiring.Component):
@@ -35,9 +41,9 @@ class LineReader(wiring.Component):
     only itself: a line is asked for when there is a slot for its answer.
     """
 
-    hit_latency_cycles = 3
-    request_cycles = 2
-    answer_cycles = 1
+    request_cycles = 1 + LineCache.latency_cycles
+    answer_cycles = SmallReorder.latency_cycles
+    hit_latency_cycles = request_cycles + answer_cycles
 
     def __init__(self, *, depths, cached, lines, snoops):
         if not depths or any(d < 2 or d & (d - 1) or d > 256 for d in depths):
@@ -72,15 +78,17 @@ class LineReader(wiring.Component):
         tag_shape = data.StructLayout(
             {
                 "line": LINE_ADDRESS_BITS,
+                "place": cache.place_bits,
                 "tenant": TENANT_BITS,
                 "slot": slot_bits,
                 "client": client_bits,
                 "cached": 1,
             }
         )
-        first, second = Signal(tag_shape, reset_less=True), Signal(tag_shape, reset_less=True)
-        first_valid, second_valid = Signal(), Signal()
-        first_free, second_free = Signal(), Signal()
+        # Two places, so that clients need not know in the same cycle whether the line ahead has left.
+        m.submodules.asked = asked = Queue(shape=tag_shape, depth=2)
+        first, second = asked.o.payload, Signal(tag_shape, reset_less=True)
+        second_valid, second_free = Signal(), Signal()
         hit, hit_taken, reads = Signal(), Signal(), Signal()
         request, response = self.fabric.request, self.fabric.response
         keep = second.cached & cache.free
@@ -88,8 +96,11 @@ class LineReader(wiring.Component):
             hit.eq(second_valid & second.cached & cache.hit),
             reads.eq(request.valid & request.ready),
             second_free.eq(~second_valid | hit_taken | reads),
-            first_free.eq(~first_valid | second_free),
-            cache.step.eq(first_valid & second_free),
+            asked.o.ready.eq(second_free),
+            cache.look.eq(asked.o.valid & second_free),
+            cache.line.eq(first.line),
+            cache.tenant.eq(first.tenant),
+            cache.at.eq(first.place),
             cache.reserve.eq(reads & keep),
             request.valid.eq(second_valid & ~hit),
             request.payload.line.eq(second.line),
@@ -98,9 +109,7 @@ class LineReader(wiring.Component):
             response.ready.eq(1),
         ]
         with m.If(second_free):
-            m.d.sync += [second_valid.eq(first_valid), second.eq(first)]
-        with m.If(first_free):
-            m.d.sync += first_valid.eq(0)
+            m.d.sync += [second_valid.eq(asked.o.valid), second.eq(first)]
         with m.If(reads & second.cached):
             m.d.sync += self.table_misses.eq(self.table_misses + 1)
         with m.If(hit_taken):
@@ -109,7 +118,7 @@ class LineReader(wiring.Component):
         # What arrives: from memory, or else from the chip.
         answered = response.payload
         answer_slot, answer_client = answered.id[:slot_bits], answered.id[slot_bits:][:client_bits]
-        arrived = Signal(WalkLine)
+        arrived = Signal(_ANSWER)
         m.d.comb += [
             hit_taken.eq(hit & ~(response.valid & (answer_client < self.cached))),
             arrived.data.eq(Mux(hit_taken, cache.data, answered.data)),
@@ -123,15 +132,12 @@ class LineReader(wiring.Component):
         before = Const(0, 1)  # whether a client of lower index asks
         for n, depth in enumerate(self.depths):
             wanted = self.request[n]
-            buffer = m.submodules[f"buffer{n}"] = _Reorder(depth=depth)
+            buffer = m.submodules[f"buffer{n}"] = SmallReorder(shape=_ANSWER, depth=depth)
             asks = wanted.valid & buffer.room
-            taken = Signal(name=f"taken{n}")
             answers = response.valid & (answer_client == n)
             m.d.comb += [
-                wanted.ready.eq(first_free & buffer.room & ~before),
-                taken.eq(first_free & asks & ~before),
-                buffer.take.eq(taken),
-                buffer.last.eq(wanted.payload.last),
+                wanted.ready.eq(asked.i.ready & buffer.room & ~before),
+                buffer.take.eq(wanted.valid & wanted.ready),
             ]
             if n < self.cached:
                 hits = hit_taken & (second.client == n)
@@ -147,82 +153,33 @@ class LineReader(wiring.Component):
                     buffer.arrived.data.eq(answered.data),
                     buffer.arrived.fault.eq(answered.fault),
                 ]
-            wiring.connect(m, buffer.o, wiring.flipped(self.response[n]))
+            self._offer(m, buffer, wanted.payload.last, self.response[n])
             with m.If(asks & ~before):
                 m.d.comb += [
-                    cache.line.eq(wanted.payload.line),
-                    cache.tenant.eq(wanted.payload.tenant),
-                    cache.look.eq(first_free),
-                ]
-            with m.If(taken):
-                m.d.sync += [
-                    first_valid.eq(1),
-                    first.line.eq(wanted.payload.line),
-                    first.tenant.eq(wanted.payload.tenant),
-                    first.slot.eq(buffer.slot),
-                    first.client.eq(n),
-                    first.cached.eq(int(n < self.cached)),
+                    asked.i.valid.eq(1),
+                    asked.i.payload.line.eq(wanted.payload.line),
+                    asked.i.payload.place.eq(cache.place_of(wanted.payload.line)),
+                    asked.i.payload.tenant.eq(wanted.payload.tenant),
+                    asked.i.payload.slot.eq(buffer.slot),
+                    asked.i.payload.client.eq(n),
+                    asked.i.payload.cached.eq(int(n < self.cached)),
                 ]
             before = before | asks
         return m
 
-
-class _Reorder(wiring.Component):
-    """Slots for answers, given out and emptied in order, filled in any order; offered the cycle after."""
-
-    def __init__(self, *, depth):
-        self.depth = depth
-        bits = ceil_log2(depth)
-        super().__init__(
-            {
-                "room": Out(1),
-                "slot": Out(bits),
-                "take": In(1),
-                "last": In(1),
-                "arrive": In(1),
-                "arrive_slot": In(bits),
-                "arrived": In(WalkLine),
-                "o": Out(stream.Signature(WalkLine)),
-            }
-        )
-
-    def elaborate(self, platform):
-        m = Module()
-        bits = ceil_log2(self.depth)
-        m.submodules.store = store = memory.Memory(shape=WalkLine, depth=self.depth, init=[])
-        write, read = store.write_port(), store.read_port(domain="comb")
-        head, tail = Signal(bits), Signal(bits)
-        used, room = Signal(bits + 1), Signal(init=1)
-        filled, lasts = Signal(self.depth), Signal(self.depth)
-        taken, pop = Signal(self.depth), Signal()
+    def _offer(self, m, buffer, last, response):
+        """Offers the answers in `buffer`, each with the `last` that its slot was taken with."""
+        lasts = Signal(buffer.depth)
+        taken = 1 << buffer.slot
+        with m.If(buffer.take):
+            m.d.sync += lasts.eq(Mux(last, lasts | taken, lasts & ~taken))
         m.d.comb += [
-            self.room.eq(room),
-            self.slot.eq(tail),
-            taken.eq(Mux(self.take, 1 << tail, 0)),
-            write.en.eq(self.arrive),
-            write.addr.eq(self.arrive_slot),
-            write.data.eq(self.arrived),
-            read.addr.eq(head),
-            self.o.valid.eq(filled.bit_select(head, 1)),
-            self.o.payload.eq(read.data),
-            self.o.payload.last.eq(lasts.bit_select(head, 1)),
-            pop.eq(self.o.valid & self.o.ready),
+            response.valid.eq(buffer.o.valid),
+            buffer.o.ready.eq(response.ready),
+            response.payload.data.eq(buffer.o.payload.data.data),
+            response.payload.fault.eq(buffer.o.payload.data.fault),
+            response.payload.last.eq(lasts.bit_select(buffer.o.payload.slot, 1)),
         ]
-        set_mask = Mux(self.arrive, 1 << self.arrive_slot, 0)
-        clear_mask = Mux(pop, 1 << head, 0)
-        m.d.sync += [
-            filled.eq((filled | set_mask) & ~clear_mask),
-            lasts.eq(Mux(self.last, lasts | taken, lasts & ~taken)),
-        ]
-        with m.If(self.take):
-            m.d.sync += tail.eq(tail + 1)
-        with m.If(pop):
-            m.d.sync += head.eq(head + 1)
-        with m.If(self.take & ~pop):
-            m.d.sync += [used.eq(used + 1), room.eq(used != self.depth - 1)]
-        with m.Elif(pop & ~self.take):
-            m.d.sync += [used.eq(used - 1), room.eq(1)]
-        return m
 
 
 class RunIssue(wiring.Component):
@@ -234,7 +191,7 @@ class RunIssue(wiring.Component):
     o : Out(stream(WalkRead)) : `last` with the last line of each run.
     stop : In(1) : the run under way ends with the line after the one that is offered now.
 
-    Latency is 1 cycle. Throughput is one line per cycle, across runs as well.
+    Latency is 1 cycle. A run takes one cycle more than it has lines.
     """
 
     latency_cycles = 1
@@ -255,10 +212,10 @@ class RunIssue(wiring.Component):
             self.o.payload.tenant.eq(run.tenant),
             self.o.payload.last.eq(last),
             taken.eq(active & self.o.ready),
-            self.i.ready.eq(~active | (taken & last)),
+            self.i.ready.eq(~active),
             extra_next.eq(run.extra & (run.count == 1)),
         ]
-        with m.If(self.i.ready):
+        with m.If(~active):
             empty = given.count == 0
             m.d.sync += [
                 active.eq(self.i.valid & (~empty | given.extra)),
@@ -269,6 +226,7 @@ class RunIssue(wiring.Component):
                 m.d.sync += run.line.eq(given.extra_line)
         with m.Elif(taken):
             m.d.sync += [
+                active.eq(~last),
                 run.line.eq(Mux(extra_next, run.extra_line, run.line + 1)),
                 run.count.eq(run.count - 1),
                 last.eq(Mux(run.extra, run.count == 1, run.count == 2)),

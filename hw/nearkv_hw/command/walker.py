@@ -19,10 +19,10 @@ from .queries import QueryFeed
 from .reader import LineReader, RunIssue
 from .records import Outcome, Posted, Ticket
 
-HEADERS, ENTRIES, QUERIES = range(3)
+ENTRIES, HEADERS, QUERIES = range(3)
 """Clients of the walker's reader; the first goes first."""
-READER_DEPTHS = (4, 8, 16)
-"""Lines that each may have under way: headers of the next jobs, 64 pages, the queries of a pass."""
+READER_DEPTHS = (8, 4, 16)
+"""Lines that each may have under way: of 64 pages, headers of the next jobs, the queries of a pass."""
 TABLE_LINES = 128
 """Lines of page tables on chip: all of a small model's decode step; of long contexts, what came last."""
 PASSES_AHEAD = 4
@@ -171,7 +171,9 @@ class Walker(wiring.Component):
             ("entry_run", page_feed.runs),
             ("page_work", page_feed.i),
         ]
-        m.submodules.fork = fork = Fork(shape=PASS, outputs=len(parts))
+        m.submodules.fork = fork = Fork(
+            shape=PASS, outputs=len(parts), interval_cycles=Passes.interval_cycles
+        )
         m.d.comb += [
             fork.i.valid.eq(passes.valid),
             fork.i.payload.payload.eq(passes.payload),

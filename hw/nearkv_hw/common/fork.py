@@ -12,22 +12,26 @@ class Fork(wiring.Component):
     ----------
     shape : payload's shape.
     outputs : consumers, at least 1.
+    interval_cycles : 1, or 2 where items come no faster: then there is no path from o.ready to i.ready.
 
     Members
     -------
     i : In(stream) : `payload`, and `to` with one bit per consumer; an item for nobody vanishes.
     o : Out(stream).array(outputs) : the items that each consumer was chosen for, in order.
 
-    Latency is 1 cycle, throughput one item per cycle. An item is taken when the last consumer takes the one
-    before.
+    Latency is 1 cycle, throughput one item per `interval_cycles`. An item is taken when the last consumer
+    takes the one before, or in the cycle after.
     """
 
     latency_cycles = 1
 
-    def __init__(self, *, shape, outputs):
+    def __init__(self, *, shape, outputs, interval_cycles=1):
         if not isinstance(outputs, int) or outputs < 1:
             raise ValueError(f"outputs must be a positive integer, not {outputs!r}")
+        if interval_cycles not in (1, 2):
+            raise ValueError(f"interval_cycles must be 1 or 2, not {interval_cycles!r}")
         self.shape = shape
+        self.interval_cycles = interval_cycles
         self.outputs = outputs
         super().__init__(
             {
@@ -43,7 +47,7 @@ class Fork(wiring.Component):
         left = Signal(self.outputs)
         m.d.comb += [
             left.eq(pending & ~Cat(o.ready for o in self.o)),
-            self.i.ready.eq(left == 0),
+            self.i.ready.eq((left if self.interval_cycles == 1 else pending) == 0),
         ]
         for n, o in enumerate(self.o):
             m.d.comb += [o.valid.eq(pending[n]), o.payload.eq(item)]

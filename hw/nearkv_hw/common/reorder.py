@@ -26,7 +26,7 @@ class Reorder(wiring.Component):
     o : Out(stream({data: shape, slot})) : the contents, in order, each with its slot.
 
     From arrival to offer `latency_cycles`, one arrival and one offer per cycle. A slot is free again when its
-    content was taken from `o`.
+    content was taken from `o`. There is no path from o.ready to room.
     """
 
     latency_cycles = 2
@@ -56,32 +56,52 @@ class Reorder(wiring.Component):
         m.submodules.store = store = memory.Memory(
             shape=Shape.cast(self.shape).width, depth=self.depth, init=[]
         )
-        write, read = store.write_port(), store.read_port()
-        head, tail = Signal(bits + 1), Signal(bits + 1)
-        filled = Signal(self.depth)
-        valid, pop = Signal(), Signal()
+        write = store.write_port()
+        head, tail = Signal(bits), Signal(bits)
+        used, room = Signal(bits + 1), Signal(init=1)
+        filled, now_filled = Signal(self.depth), Signal(self.depth)
+        valid, pop, leaves = Signal(), Signal(), Signal()
         slot = Signal(bits, reset_less=True)
+
+        fills = [(self.arrive, self.arrive_slot), *((mark.valid, mark.slot) for mark in self.marks)]
+        set_mask = reduce(or_, (Mux(en, 1 << at, 0) for en, at in fills))
+        if self.latency_cycles == 1:
+            read, readable = store.read_port(domain="comb"), now_filled
+            m.d.comb += read.addr.eq(slot)
+        else:
+            read, readable = store.read_port(), filled
+            m.d.comb += [read.addr.eq(head), read.en.eq(pop)]
         m.d.comb += [
-            self.room.eq((tail - head)[: bits + 1] + valid < self.depth),
+            self.room.eq(room),
             self.slot.eq(tail),
             write.en.eq(self.arrive),
             write.addr.eq(self.arrive_slot),
             write.data.eq(self.arrived),
-            pop.eq(filled.bit_select(head[:bits], 1) & (~valid | self.o.ready)),
-            read.en.eq(pop),
-            read.addr.eq(head),
+            now_filled.eq(filled | set_mask),
+            pop.eq(readable.bit_select(head, 1) & (~valid | self.o.ready)),
+            leaves.eq(valid & self.o.ready),
             self.o.valid.eq(valid),
             self.o.payload.data.eq(read.data),
             self.o.payload.slot.eq(slot),
         ]
-        fills = [(self.arrive, self.arrive_slot), *((mark.valid, mark.slot) for mark in self.marks)]
-        set_mask = reduce(or_, (Mux(en, 1 << at, 0) for en, at in fills))
-        clear_mask = Mux(pop, 1 << head[:bits], 0)
-        m.d.sync += filled.eq((filled | set_mask) & ~clear_mask)
+        m.d.sync += filled.eq(now_filled & ~Mux(pop, 1 << head, 0))
         with m.If(self.take):
             m.d.sync += tail.eq(tail + 1)
         with m.If(pop):
             m.d.sync += [head.eq(head + 1), valid.eq(1), slot.eq(head)]
         with m.Elif(self.o.ready):
             m.d.sync += valid.eq(0)
+        with m.If(self.take & ~leaves):
+            m.d.sync += [used.eq(used + 1), room.eq(used != self.depth - 1)]
+        with m.Elif(leaves & ~self.take):
+            m.d.sync += [used.eq(used - 1), room.eq(1)]
         return m
+
+
+class SmallReorder(Reorder):
+    """A `Reorder` for few slots, whose contents lie in a memory that is read without a clock edge.
+
+    Parameters and members are those of `Reorder`; what arrives is offered a cycle earlier.
+    """
+
+    latency_cycles = 1

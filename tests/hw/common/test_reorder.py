@@ -5,21 +5,25 @@ import random
 
 import pytest
 from amaranth.sim import Simulator
-from nearkv_hw.common.reorder import Reorder
+from nearkv_hw.common.reorder import Reorder, SmallReorder
+
+either = pytest.mark.parametrize("kind", [Reorder, SmallReorder])
 
 
+@either
 @pytest.mark.parametrize("depth", [1, 3, 512, 4.0])
-def test_depth_is_checked(depth):
+def test_depth_is_checked(kind, depth):
     with pytest.raises(ValueError, match="depth must be a power of two from 2 to 256, not"):
-        Reorder(shape=8, depth=depth)
+        kind(shape=8, depth=depth)
 
 
+@either
 @pytest.mark.parametrize("depth", [2, 16])
-def test_order(depth):
+def test_order(kind, depth):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    dut = Reorder(shape=16, depth=depth, marks=2)
+    dut = kind(shape=16, depth=depth, marks=2)
     count = 400
     out, taken = [], []
 
@@ -71,8 +75,9 @@ def test_order(depth):
     assert sum(number is None for _, number in taken) > 20
 
 
-def test_latency_and_rate():
-    dut = Reorder(shape=16, depth=8)
+@either
+def test_latency_and_rate(kind):
+    dut = kind(shape=16, depth=8)
     seen = []
 
     async def bench(ctx):
