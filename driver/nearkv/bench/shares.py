@@ -33,6 +33,9 @@ _WARM_UP = 4_000
 def shares(device: Device, *, rows: int, reads: int) -> Iterator[Figure]:
     """What the host's reads anywhere in memory get, and attention beside them, against what each may rely on.
 
+    A share is of the memory's time. So the host may rely on that part of what its reads get alone, which open
+    a row each, and attention on its part of what refresh leaves.
+
     Parameters
     ----------
     device : with units at a channel whose controllers have a `fabric_share`.
@@ -57,7 +60,7 @@ def shares(device: Device, *, rows: int, reads: int) -> Iterator[Figure]:
     share = config.fabric_share / 16
     slices = config.slices
     alone_rate = reads / (cycles_alone * slices)
-    guaranteed = {"host": min(share * best, alone_rate), "attention": (1 - share) * best}
+    guaranteed = {"host": share * alone_rate, "attention": (1 - share) * best}
     about = {**work.to_dict(), "reads": reads, "cycles": cycles, "ceiling": best, "host_alone": alone_rate}
     for name, count in (("host", reads), ("attention", lines)):
         rate = count / (cycles * slices)

@@ -6,41 +6,22 @@ from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from ...abi.dram import Dram, Refresh
-from ...abi.lines import LINE_BITS
-from ...common.buffer import Buffer
 from ...common.delay import Delay
-from .address import place_of
 from .banks import Banks, place_layout
+from .door import CONTENTS_BITS, Door, fabric_layout, unit_layout
 from .drain import Drain
-from .pins import CHECK_BITS, DramPins
+from .pins import DramPins
 from .queue import AccessQueue
 from .refresh import Refresher, known_part
 from .selector import Selector
 from .shares import Shares, checked_share
 
+_DOOR_CYCLES = 3
+"""From a transfer to where the door has checked and chosen it, beyond the frame that it waits for."""
 WRITE_ENTRIES = 16
 """Writes that a controller collects unless told otherwise."""
 LINGER_FRAMES = 64
 """How long a client that stopped asking still has its part of the read queue kept free."""
-
-
-def unit_layout(line_bits, tag):
-    """A read by the unit."""
-    return data.StructLayout({"line": line_bits, "tag": tag})
-
-
-def fabric_layout(line_bits, tag):
-    """A read or write of a line by the fabric; data, check bits and poison are a write's."""
-    return data.StructLayout(
-        {
-            "data": LINE_BITS,
-            "check": CHECK_BITS,
-            "line": line_bits,
-            "tag": tag,
-            "write": 1,
-            "poison": 1,
-        }
-    )
 
 
 class DramController(wiring.Component):
@@ -137,11 +118,11 @@ class DramController(wiring.Component):
     @property
     def unloaded_cycles(self):
         """Most cycles from the transfer of a read of a closed bank to its answer, with nothing else to do."""
-        # It enters in the first cycle of a frame, and is flagged in the last but one: where a frame has two
-        # cycles, in that of the next frame.
+        # It is checked in the last cycle but one of a frame, chosen in the last one, enters in the next one,
+        # and is flagged in the last but one of that: where a frame has two cycles, in that of the next frame.
         entering = 3 if self.part.subchannels == 2 else 2
         frames = entering + self.timings.activate_to_column
-        return frames * self.part.subchannels + self.timings.read_cycles
+        return frames * self.part.subchannels + self.timings.read_cycles + _DOOR_CYCLES
 
     def elaborate(self, platform):
         m = Module()
@@ -149,8 +130,8 @@ class DramController(wiring.Component):
         size = {"part": part, "density_gbit": self.density_gbit}
         m.submodules.banks = banks = Banks(**size, refresh=self.refresh)
         m.submodules.refresher = refresher = Refresher(**size, refresh=self.refresh)
-        m.submodules.reads = reads = AccessQueue(**size, entries=self.read_entries)
-        m.submodules.writes = writes = AccessQueue(**size, entries=self.write_entries)
+        m.submodules.reads = reads = AccessQueue(**size, entries=self.read_entries, asked=1)
+        m.submodules.writes = writes = AccessQueue(**size, entries=self.write_entries, asked=2)
         m.submodules.read_selector = read_selector = Selector(**size, entries=self.read_entries, shared=True)
         m.submodules.write_selector = write_selector = Selector(
             **size, entries=self.write_entries, shared=False
@@ -166,7 +147,7 @@ class DramController(wiring.Component):
             steps.append(step)
         follow, collect, flag, tick = steps[0], steps[-3 % len(steps)], steps[-2], steps[-1]
 
-        self._elaborate_door(m, banks, reads, writes, drain, shares, follow, tick)
+        self._elaborate_door(m, banks, reads, writes, drain, shares, steps)
 
         commands = banks.commands
         m.d.comb += [
@@ -250,58 +231,44 @@ class DramController(wiring.Component):
         self._elaborate_counters(m, commands, banks, refresher, drain, tick)
         return m
 
-    def _elaborate_door(self, m, banks, reads, writes, drain, shares, follow, tick):
+    def _elaborate_door(self, m, banks, reads, writes, drain, shares, steps):
         """Accesses enter the queues: one per frame, of the clients in turn."""
+        follow, check, tick = steps[0], steps[-2], steps[-1]
         # accesses come in order: the others' go on while one sub-channel has more than its queue holds
-        m.submodules.unit_buffer = unit = Buffer(shape=self.unit.payload.shape(), depth=self.read_entries)
-        m.submodules.fabric_buffer = fabric = Buffer(shape=self.fabric.payload.shape(), depth=2)
-        wiring.connect(m, wiring.flipped(self.unit), unit.i)
-        wiring.connect(m, wiring.flipped(self.fabric), fabric.i)
-
-        # Whose turn it is, who may, and where the access goes.
-        prefer_unit, from_unit, is_write = Signal(), Signal(), Signal()
-        unit_may, fabric_may = Signal(), Signal()
+        m.submodules.door = door = Door(
+            part=self.part,
+            density_gbit=self.density_gbit,
+            tag=self.tag,
+            unit_waiting=self.read_entries,
+        )
+        wiring.connect(m, wiring.flipped(self.unit), door.unit)
+        wiring.connect(m, wiring.flipped(self.fabric), door.fabric)
         unit_share, fabric_share = Signal(init=1), Signal(init=1)  # has room in the read queue
-        asked = fabric.o.payload
         m.d.comb += [
-            unit_may.eq(unit.o.valid & ~reads.full & unit_share),
-            fabric_may.eq(fabric.o.valid & Mux(asked.write, ~writes.full, ~reads.full & fabric_share)),
-            from_unit.eq(unit_may & (prefer_unit | ~fabric_may)),
-            is_write.eq(~from_unit & asked.write),
-        ]
-        line, place = Signal(self.line_bits), Signal(self._place)
-        bank, row, column = place_of(self.part, line)
-        m.d.comb += [
-            line.eq(Mux(from_unit, unit.o.payload.line, asked.line)),
-            place.bank.eq(bank),
-            place.row.eq(row),
-            place.column.eq(column),
-            banks.look_bank.eq(place.bank),
-            banks.look_row.eq(place.row),
+            door.check.eq(check),
+            door.choose.eq(tick),
+            door.unit_room.eq(~reads.full & unit_share),
+            door.fabric_room.eq(~reads.full & fabric_share),
+            door.write_room.eq(~writes.full),
+            reads.asked[0].eq(door.fabric_place),
+            writes.asked[0].eq(door.fabric_place),
+            writes.asked[1].eq(door.unit_place),
+            door.fabric_met_read.eq(reads.same[0]),
+            door.fabric_met_write.eq(writes.same[0]),
+            door.unit_met.eq(writes.same[1]),
+            banks.look_bank.eq(door.place.bank),
+            banks.look_row.eq(door.place.row),
+            reads.insert.eq(follow & door.enters & ~door.write),
+            writes.insert.eq(follow & door.enters & door.write),
+            door.leave.eq(writes.insert),
         ]
         for queue in (reads, writes):
             m.d.comb += [
-                queue.place.eq(place),
-                queue.unit.eq(from_unit),
+                queue.place.eq(door.place),
+                queue.unit.eq(door.from_unit),
                 queue.hit.eq(banks.look_hit),
                 queue.closed.eq(banks.look_closed),
             ]
-        met, enters = Signal(), Signal()
-        m.d.comb += [
-            met.eq(Mux(is_write, reads.same, writes.same)),
-            enters.eq(follow & (unit_may | fabric_may) & ~met),
-            reads.insert.eq(enters & ~is_write),
-            writes.insert.eq(enters & is_write),
-            unit.o.ready.eq(enters & from_unit),
-            fabric.o.ready.eq(enters & ~from_unit),
-        ]
-        unit_met, fabric_met = Signal(), Signal()  # a read of the client waits for a queued write
-        with m.If(follow & (unit_may | fabric_may)):
-            m.d.sync += prefer_unit.eq(~from_unit)
-            with m.If(from_unit):
-                m.d.sync += unit_met.eq(met)
-            with m.Else():
-                m.d.sync += fabric_met.eq(met & ~is_write)
 
         # What the queues hold, and what follows for shares and writes.
         def level(size, entered, left, name):
@@ -309,27 +276,27 @@ class DramController(wiring.Component):
             m.d.sync += held.eq(held + entered - left)
             return held
 
-        unit_entered = reads.insert & from_unit
         unit_left = tick & shares.unit_column
         read_left = tick & banks.commands.column & ~banks.commands.column_write
-        unit_reads = level(self.read_entries, unit_entered, unit_left, "unit_reads")
-        all_reads = level(self.read_entries, reads.insert, read_left, "all_reads")
-        all_writes = level(self.write_entries, writes.insert, tick & drain.write_column, "all_writes")
+        reads_taken = door.takes_unit | (door.takes_fabric & ~door.takes_write)
+        unit_reads = level(self.read_entries, door.takes_unit, unit_left, "unit_reads")
+        all_reads = level(self.read_entries, reads_taken, read_left, "all_reads")
+        all_writes = level(self.write_entries, door.takes_write, tick & drain.write_column, "all_writes")
         fabric_reads = Signal.like(all_reads)
         unit_wants, fabric_wants = Signal(), Signal()
         m.d.comb += [
             self.reads_waiting.eq(all_reads),
             self.writes_waiting.eq(all_writes),
             fabric_reads.eq(all_reads - unit_reads),
-            unit_wants.eq(unit.o.valid | (unit_reads != 0)),
-            fabric_wants.eq(fabric.o.valid | (fabric_reads != 0)),
+            unit_wants.eq(door.unit_waits | (unit_reads != 0)),
+            fabric_wants.eq(door.fabric_waits | (fabric_reads != 0)),
             shares.unit_wants.eq(unit_wants),
             shares.fabric_wants.eq(fabric_wants | drain.wants),
             drain.level.eq(all_writes),
             drain.reads.eq(unit_wants | drain.own_reads),
-            drain.own_reads.eq((fabric_reads != 0) | (fabric.o.valid & ~asked.write)),
-            drain.hazard.eq(unit_met | fabric_met),
-            drain.force.eq(unit_met),
+            drain.own_reads.eq((fabric_reads != 0) | door.fabric_reads),
+            drain.hazard.eq(door.unit_blocked | door.fabric_blocked),
+            drain.force.eq(door.unit_blocked),
             drain.allow.eq(~shares.favour_unit | ~shares.first_unit),
         ]
         for wants, held, room, most in (
@@ -345,23 +312,21 @@ class DramController(wiring.Component):
 
         # What entries need once they are chosen.
         m.submodules.tags = tags = Memory(shape=Shape.cast(self.tag).width, depth=self.read_entries, init=[])
-        m.submodules.data = lines = Memory(
-            shape=LINE_BITS + CHECK_BITS + 1, depth=self.write_entries, init=[]
-        )
+        m.submodules.data = lines = Memory(shape=CONTENTS_BITS, depth=self.write_entries, init=[])
         tags_in, lines_in = tags.write_port(), lines.write_port()
         self._tags_out, self._lines_out = tags.read_port(), lines.read_port()
         m.d.comb += [
             tags_in.en.eq(reads.insert),
             tags_in.addr.eq(reads.slot),
-            tags_in.data.eq(Mux(from_unit, _bits(unit.o.payload.tag), _bits(asked.tag))),
+            tags_in.data.eq(_bits(door.tag)),
             lines_in.en.eq(writes.insert),
             lines_in.addr.eq(writes.slot),
-            lines_in.data.eq(Cat(asked.data, asked.check, asked.poison)),
+            lines_in.data.eq(door.contents),
         ]
         written_tag = Signal(self.tag, reset_less=True)
         m.d.sync += self.written.valid.eq(writes.insert)
         with m.If(writes.insert):
-            m.d.sync += written_tag.eq(asked.tag)
+            m.d.sync += written_tag.eq(door.tag)
         m.d.comb += self.written.payload.eq(written_tag)
 
     def _elaborate_pins(self, m, commands, refresher, queues, selectors, follow, tick):

@@ -30,6 +30,7 @@ class AccessQueue(wiring.Component):
     part : the part.
     density_gbit : its density.
     entries : entries, at least 2.
+    asked : lines that are looked for.
 
     Members
     -------
@@ -42,14 +43,14 @@ class AccessQueue(wiring.Component):
     insert : In(1) : append an access at `place`. Not while full.
     place, unit, hit, closed : In : the access, and what its bank says now: its row is open, no row is.
     slot : Out : the slot that the inserted access gets.
-    same : Out(1) : some entry is an access to the very line at `place`.
+    asked : In(place).array, same : Out(1).array : whether some entry is an access to the very line.
     entries : Out(entry_layout).array : the entries, oldest first.
     used, hits, closes, units : Out(entries) : per entry: whether it is one; its row is open; its bank has no
         row open; it is the unit's.
     full : Out(1)
     """
 
-    def __init__(self, *, part, density_gbit, entries):
+    def __init__(self, *, part, density_gbit, entries, asked):
         if not isinstance(entries, int) or entries < 2:
             raise ValueError(f"entries must be an integer of at least 2, not {entries!r}")
         self.count = entries
@@ -72,7 +73,8 @@ class AccessQueue(wiring.Component):
                 "hit": In(1),
                 "closed": In(1),
                 "slot": Out(ceil_log2(entries)),
-                "same": Out(1),
+                "asked": In(place).array(asked),
+                "same": Out(1).array(asked),
                 "entries": Out(entry_layout(part, density_gbit, entries)).array(entries),
                 **{name: Out(entries) for name in ("used", "hits", "closes", "units")},
                 "full": Out(1),
@@ -140,7 +142,10 @@ class AccessQueue(wiring.Component):
                     lambda a, b: a | b,
                 )
             ),
-            self.same.eq((Cat(place == self.place for place in places) & self.used).any()),
+            *(
+                same.eq((Cat(place == asked for place in places) & self.used).any())
+                for same, asked in zip(self.same, self.asked, strict=True)
+            ),
             self.full.eq(self.used[-1]),
         ]
         return m
