@@ -22,7 +22,8 @@ def place_layout(part, density_gbit):
 
 class Commands(wiring.Signature):
     """The commands of a frame, seen from who gives them: at most one column command, one precharge (of a
-    bank, or of all), one activate, one refresh (of the banks of `refresh_banks`).
+    bank, or of all), one activate, one refresh (of the banks of `refresh_banks`). Each has its bank as
+    a number and as a bit of a vector, which is zero without the command (and for a precharge of all).
 
     Parameters
     ----------
@@ -38,12 +39,15 @@ class Commands(wiring.Signature):
                 "column": Out(1),
                 "column_write": Out(1),
                 "column_bank": Out(bank),
+                "column_banks": Out(part.banks),
                 "activate": Out(1),
                 "activate_bank": Out(bank),
+                "activate_banks": Out(part.banks),
                 "activate_row": Out(row),
                 "precharge": Out(1),
                 "precharge_all": Out(1),
                 "precharge_bank": Out(bank),
+                "precharge_banks": Out(part.banks),
                 "refresh": Out(1),
                 "refresh_banks": Out(part.banks),
             }
@@ -97,30 +101,34 @@ class Banks(wiring.Component):
         t, count, c = self.timings, self.part.banks, self.commands
         groups, repeats = self.part.bank_groups, self.part.banks_per_group
 
-        def chosen(valid, number, size, name):
-            """`valid` at place `number` of a vector."""
-            vector = Signal(size, name=name)
-            m.d.comb += vector.eq(valid << number)
-            return vector
+        def of_groups(vector, name):
+            """The groups of the banks in a vector."""
+            result = Signal(groups, name=name)
+            m.d.comb += result.eq(Cat(vector[group::groups].any() for group in range(groups)))
+            return result
 
-        group_bits = exact_log2(groups)
-        activated = chosen(c.activate, c.activate_bank, count, "activated")
-        closed = chosen(c.precharge & ~c.precharge_all, c.precharge_bank, count, "closed")
-        read_bank = chosen(c.column & ~c.column_write, c.column_bank, count, "read_bank")
-        written_bank = chosen(c.column & c.column_write, c.column_bank, count, "written_bank")
-        read_group = chosen(c.column & ~c.column_write, c.column_bank[:group_bits], groups, "read_group")
-        written_group = chosen(c.column & c.column_write, c.column_bank[:group_bits], groups, "written_group")
-        activated_group = chosen(c.activate, c.activate_bank[:group_bits], groups, "activated_group")
+        activated, closed = c.activate_banks, c.precharge_banks
+        read_bank, written_bank = Signal(count), Signal(count)
+        m.d.comb += [
+            read_bank.eq(c.column_banks & (~c.column_write).replicate(count)),
+            written_bank.eq(c.column_banks & c.column_write.replicate(count)),
+        ]
+        read_group = of_groups(read_bank, "read_group")
+        written_group = of_groups(written_bank, "written_group")
+        activated_group = of_groups(activated, "activated_group")
         precharged, refreshed = Signal(count), Signal(count)
         m.d.comb += [
             precharged.eq(closed | (c.precharge & c.precharge_all).replicate(count)),
             refreshed.eq(c.refresh_banks & c.refresh.replicate(count)),
         ]
 
-        def countdowns(name, size, **starts):
-            """Count-downs, given as distance=(frames, what starts it)."""
+        def countdowns(name, size, over_others=(), **starts):
+            """Count-downs, given as distance=(frames, what starts it). Commands wait until theirs is over,
+            and so start one while none is under way, except for those in `over_others`."""
             m.submodules[name] = block = Countdowns(
-                count=size, distances=[frames for frames, _ in starts.values()]
+                count=size,
+                distances=[frames for frames, _ in starts.values()],
+                over_others=[start in over_others for start in starts],
             )
             m.d.comb += block.tick.eq(self.tick)
             for start, (_, vector) in zip(block.start, starts.values(), strict=True):
@@ -138,6 +146,7 @@ class Banks(wiring.Component):
         closable = countdowns(
             "closable",
             count,
+            over_others=("read",),  # after a write
             # Opening and closing together take a row cycle.
             row=(
                 max(t.activate_to_precharge, t.activate_to_activate - t.precharge_to_activate),

@@ -147,7 +147,15 @@ class DramController(wiring.Component):
             steps.append(step)
         follow, collect, flag, tick = steps[0], steps[-3 % len(steps)], steps[-2], steps[-1]
 
-        self._elaborate_door(m, banks, reads, writes, drain, shares, steps)
+        # What a frame moves is told in the next one's first cycle.
+        left = Signal(data.StructLayout({"unit": 1, "reads": 1, "writes": 1}))
+        moves_unit = read_selector.column & read_selector.column_unit
+        m.d.sync += [
+            left.unit.eq(tick & moves_unit),
+            left.reads.eq(tick & read_selector.column),
+            left.writes.eq(tick & write_selector.column),
+        ]
+        self._elaborate_door(m, banks, reads, writes, drain, shares, left, steps)
 
         commands = banks.commands
         m.d.comb += [
@@ -161,7 +169,7 @@ class DramController(wiring.Component):
             drain.tick.eq(tick),
             drain.join.eq(self.join),
             self.drains.eq(drain.begins),
-            shares.tick.eq(tick),
+            shares.tick.eq(follow),
         ]
         free = ~refresher.hold
         for queue, selector, columns in (
@@ -207,6 +215,15 @@ class DramController(wiring.Component):
             commands.column.eq(read_selector.column | write_selector.column),
             commands.column_write.eq(write_selector.column),
             commands.column_bank.eq(read_selector.column_place.bank | write_selector.column_place.bank),
+            commands.column_banks.eq(read_selector.column_banks | write_selector.column_banks),
+            commands.activate_banks.eq(picked("activate_banks")),
+            commands.precharge_banks.eq(
+                Mux(
+                    refresher.precharge,
+                    refresher.precharge_banks,
+                    picked("precharge_banks") & ~refresher.refresh.replicate(part.banks),
+                )
+            ),
             commands.activate.eq(read_selector.activate | write_selector.activate),
             commands.activate_bank.eq(picked("activate_bank")),
             commands.activate_row.eq(picked("activate_row")),
@@ -221,17 +238,17 @@ class DramController(wiring.Component):
             commands.refresh.eq(refresher.refresh),
             commands.refresh_banks.eq(refresher.refresh_banks),
             drain.write_column.eq(write_selector.column),
-            shares.unit_column.eq(read_selector.column & read_selector.column_unit),
-            shares.fabric_column.eq(commands.column & ~shares.unit_column),
+            shares.unit_column.eq(left.unit),
+            shares.fabric_column.eq((left.reads | left.writes) & ~left.unit),
             shares.pause.eq(refresher.busy if self.refresh is Refresh.ALL_BANK else 0),
         ]
         self._elaborate_pins(
             m, commands, refresher, (reads, writes), (read_selector, write_selector), follow, tick
         )
-        self._elaborate_counters(m, commands, banks, refresher, drain, tick)
+        self._elaborate_counters(m, commands, banks, refresher, drain, follow, tick)
         return m
 
-    def _elaborate_door(self, m, banks, reads, writes, drain, shares, steps):
+    def _elaborate_door(self, m, banks, reads, writes, drain, shares, left, steps):
         """Accesses enter the queues: one per frame, of the clients in turn."""
         follow, check, tick = steps[0], steps[-2], steps[-1]
         # accesses come in order: the others' go on while one sub-channel has more than its queue holds
@@ -276,12 +293,10 @@ class DramController(wiring.Component):
             m.d.sync += held.eq(held + entered - left)
             return held
 
-        unit_left = tick & shares.unit_column
-        read_left = tick & banks.commands.column & ~banks.commands.column_write
+        unit_reads = level(self.read_entries, door.takes_unit, left.unit, "unit_reads")
         reads_taken = door.takes_unit | (door.takes_fabric & ~door.takes_write)
-        unit_reads = level(self.read_entries, door.takes_unit, unit_left, "unit_reads")
-        all_reads = level(self.read_entries, reads_taken, read_left, "all_reads")
-        all_writes = level(self.write_entries, door.takes_write, tick & drain.write_column, "all_writes")
+        all_reads = level(self.read_entries, reads_taken, left.reads, "all_reads")
+        all_writes = level(self.write_entries, door.takes_write, left.writes, "all_writes")
         fabric_reads = Signal.like(all_reads)
         unit_wants, fabric_wants = Signal(), Signal()
         m.d.comb += [
@@ -389,29 +404,18 @@ class DramController(wiring.Component):
             self.answers.payload.eq(under_way.o.payload),
         ]
 
-    def _elaborate_counters(self, m, commands, banks, refresher, drain, tick):
-        """How each column command met its row, and what frames were lost to."""
+    def _elaborate_counters(self, m, commands, banks, refresher, drain, follow, tick):
+        """How each column command met its row, a frame later, and what frames were lost to."""
         count = self.part.banks
-        fresh, shut = Signal(count), Signal(count)  # rows without a column command; closed for another row
-        of_column, of_activate, of_precharge = (
-            Signal(count, name=f"of_{n}") for n in ("column", "activate", "close")
+        of_column, of_activate, of_precharge, refreshed = (
+            Signal(count, name=f"of_{n}", reset_less=True) for n in ("column", "activate", "close", "refresh")
         )
-        demanded = commands.precharge & ~refresher.precharge
-        was_fresh, was_shut = Signal(), Signal()
-        m.d.comb += [
-            of_column.eq(commands.column << commands.column_bank),
-            of_activate.eq(commands.activate << commands.activate_bank),
-            of_precharge.eq(demanded << commands.precharge_bank),
-            was_fresh.eq((fresh & of_column).any()),
-            was_shut.eq((shut & of_column).any()),
-        ]
         with m.If(tick):
             m.d.sync += [
-                fresh.eq((fresh & ~of_column) | of_activate),
-                shut.eq(
-                    ((shut & ~of_column) | of_precharge)
-                    & ~(refresher.hold & refresher.refresh.replicate(count))
-                ),
+                of_column.eq(commands.column_banks),
+                of_activate.eq(commands.activate_banks),
+                of_precharge.eq(commands.precharge_banks & (~refresher.precharge).replicate(count)),
+                refreshed.eq(refresher.hold & refresher.refresh.replicate(count)),
                 self.refresh_busy.eq(refresher.busy),
                 self.turnaround.eq(
                     ~refresher.busy
@@ -422,7 +426,18 @@ class DramController(wiring.Component):
                     )
                 ),
             ]
-        column = tick & commands.column
+        fresh, shut = Signal(count), Signal(count)  # rows without a column command; closed for another row
+        column, was_fresh, was_shut = Signal(), Signal(), Signal()
+        m.d.comb += [
+            column.eq(follow & of_column.any()),
+            was_fresh.eq((fresh & of_column).any()),
+            was_shut.eq((shut & of_column).any()),
+        ]
+        with m.If(follow):
+            m.d.sync += [
+                fresh.eq((fresh & ~of_column) | of_activate),
+                shut.eq(((shut & ~of_column) | of_precharge) & ~refreshed),
+            ]
         m.d.sync += [
             self.row_hit.eq(column & ~was_fresh),
             self.row_miss.eq(column & was_fresh & ~was_shut),

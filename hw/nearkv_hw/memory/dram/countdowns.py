@@ -21,18 +21,20 @@ class Countdowns(wiring.Component):
     ----------
     count : count-downs.
     distances : distances that can be started, in frames, each at least 1.
+    over_others : for each distance, whether it can be started while a longer one is under way, which it must
+        not shorten; by default all.
 
     Members
     -------
     tick : In(1) : a frame ends.
     start : In(count).array : for each distance, the count-downs that start it in this frame. Effective with
         `tick`. A start never shortens what is under way.
-    over : Out(count) : those in whose frame the next command may be.
+    over : Out(count) : those in whose frame the next command may be; registers.
 
     After a start of distance n in frame f, `over` is clear in frames f + 1 to f + n - 1.
     """
 
-    def __init__(self, *, count, distances):
+    def __init__(self, *, count, distances, over_others=None):
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"count must be a positive integer, not {count!r}")
         distances = tuple(distances)
@@ -40,6 +42,9 @@ class Countdowns(wiring.Component):
             raise ValueError(f"distances must be integers of at least 1, not {distances!r}")
         self.count = count
         self.distances = distances
+        self.over_others = (True,) * len(distances) if over_others is None else tuple(over_others)
+        if len(self.over_others) != len(distances):
+            raise ValueError(f"over_others must say it of {len(distances)} distances, not {over_others!r}")
         super().__init__({"tick": In(1), "start": In(count).array(len(distances)), "over": Out(count)})
 
     def elaborate(self, platform):
@@ -49,31 +54,41 @@ class Countdowns(wiring.Component):
             m.d.comb += self.over.eq(~Const(0, self.count))
             return m
         planes = [Signal(self.count, name=f"bit_{k}") for k in range(bits)]
-        running = Signal(self.count)
-        m.d.comb += [running.eq(reduce_tree(planes, or_)), self.over.eq(~running)]
+        running = Signal(self.count)  # any bit of the planes
+        m.d.comb += self.over.eq(~running)
 
         left, borrow = [], running
         for plane in planes:
             left.append(plane ^ borrow)
             borrow = borrow & ~plane
+        runs_on = reduce_tree(planes[1:], or_) if bits > 1 else Const(0, self.count)
         for n, (start, distance) in enumerate(zip(self.start, self.distances, strict=True)):
             value = distance - 1
-            reached = Signal(self.count, name=f"reached_{n}")  # as far or further off already
-            further, equal = [], ~Const(0, self.count)
-            for k in reversed(range(bits)):
-                if value >> k & 1:
-                    equal = equal & left[k]
-                else:
-                    further.append(equal & left[k])
-            m.d.comb += reached.eq(reduce(or_, further, equal))
+            if not value:  # nothing to wait for
+                continue
             chosen = Signal(self.count, name=f"chosen_{n}")
-            m.d.comb += chosen.eq(start & ~reached)
+            guarded = self.over_others[n] and distance < max(self.distances)
+            m.d.comb += chosen.eq(start & ~self._reached(left, value) if guarded else start)
             merged = []
             for k in range(bits):
                 plane = Signal(self.count, name=f"left_{n}_{k}")
                 m.d.comb += plane.eq(left[k] | chosen if value >> k & 1 else left[k] & ~chosen)
                 merged.append(plane)
             left = merged
+            runs_on = runs_on | start
         with m.If(self.tick):
-            m.d.sync += [plane.eq(value) for plane, value in zip(planes, left, strict=True)]
+            m.d.sync += [
+                *(plane.eq(value) for plane, value in zip(planes, left, strict=True)),
+                running.eq(runs_on),
+            ]
         return m
+
+    def _reached(self, left, value):
+        """The count-downs that are as far off as a start would put them, or further."""
+        further, equal = [], ~Const(0, self.count)
+        for k in reversed(range(len(left))):
+            if value >> k & 1:
+                equal = equal & left[k]
+            else:
+                further.append(equal & left[k])
+        return reduce(or_, further, equal)

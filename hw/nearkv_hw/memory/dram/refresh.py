@@ -65,8 +65,8 @@ class Refresher(wiring.Component):
     activate : In(1) : the frame activates a row.
     hold : Out(banks) : banks that must get no other command.
     quiet : Out(1) : no bank may be activated.
-    precharge, precharge_all, precharge_bank, refresh, refresh_banks, refresh_set : Out : this frame's
-        commands; they come before all others. At most one of the two.
+    precharge, precharge_all, precharge_bank, precharge_banks, refresh, refresh_banks, refresh_set : Out :
+        this frame's commands; they come before all others. At most one of the two.
     busy : Out(1) : a refresh is under way, from holding banks back to the first allowed activate.
 
     Every refresh that is due is given. From the last column command of the banks to their first one after
@@ -92,6 +92,7 @@ class Refresher(wiring.Component):
                 "precharge": Out(1),
                 "precharge_all": Out(1),
                 "precharge_bank": Out(exact_log2(banks)),
+                "precharge_banks": Out(banks),
                 "refresh": Out(1),
                 "refresh_banks": Out(banks),
                 "refresh_set": Out(exact_log2(part.refresh_sets(Refresh.PER_BANK))),
@@ -150,6 +151,7 @@ class Refresher(wiring.Component):
             m.d.comb += [
                 lowest.eq(closable & (~closable + 1)),
                 self.precharge.eq(closable.any()),
+                self.precharge_banks.eq(lowest),
                 self.precharge_bank.eq(
                     Cat(
                         (lowest & sum(1 << b for b in range(banks) if b >> k & 1)).any()

@@ -47,6 +47,7 @@ class Selector(wiring.Component):
     wanted : Out(banks) : banks that this queue has entries for.
     column : Out(1), column_entry : Out(entries), column_place, column_slot, column_unit : Out : the entry
         that may go, in the cycle of `tick`.
+    column_banks, activate_banks, precharge_banks : Out(banks) : the commands' banks as bits of vectors.
     activate, activate_bank, activate_row : Out. precharge, precharge_bank : Out.
     """
 
@@ -71,13 +72,16 @@ class Selector(wiring.Component):
                 "column": Out(1),
                 "column_entry": Out(entries),
                 "column_place": Out(place),
+                "column_banks": Out(banks),
                 "column_slot": Out(layout["slot"].shape),
                 "column_unit": Out(1),
                 "activate": Out(1),
                 "activate_bank": Out(bank),
+                "activate_banks": Out(banks),
                 "activate_row": Out(place["row"].shape),
                 "precharge": Out(1),
                 "precharge_bank": Out(bank),
+                "precharge_banks": Out(banks),
             }
         )
 
@@ -188,6 +192,9 @@ class Selector(wiring.Component):
             self.column_entry.eq(column),
             self.activate.eq(activates.any()),
             self.precharge.eq(precharges.any()),
+            self.column_banks.eq(_chosen(column, wanted)),
+            self.activate_banks.eq(_chosen(activate, wanted)),
+            self.precharge_banks.eq(_chosen(precharge, wanted)),
             self.column_place.eq(_chosen(column, [e.place.as_value() for e in self.entry])),
             self.column_slot.eq(_chosen(column, [e.slot for e in self.entry])),
             self.column_unit.eq((column & self.units).any()),
@@ -209,8 +216,11 @@ def _or(a, b):
 
 
 def _oldest(flags):
-    """The lowest bit that is set."""
-    return (flags & (~flags + 1))[: len(flags)]
+    """The lowest bit that is set; a tree, not a carry chain."""
+    below, step = flags << 1, 1  # whether some bit below is set
+    while step < len(flags):
+        below, step = below | (below << step), 2 * step
+    return (flags & ~below)[: len(flags)]
 
 
 def _chosen(one, values):
