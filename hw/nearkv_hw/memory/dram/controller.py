@@ -190,6 +190,7 @@ class DramController(wiring.Component):
                 selector.precharges.eq(banks.precharges & free),
                 queue.tick.eq(tick),
                 queue.remove.eq(selector.column_entry),
+                queue.stay.eq(selector.column_stay),
                 queue.follow.eq(follow),
             ]
         m.d.comb += [

@@ -35,7 +35,8 @@ class AccessQueue(wiring.Component):
     Members
     -------
     tick : In(1) : a frame ends: the entry in `remove` leaves.
-    remove : In(entries) : at most one bit, a used one.
+    remove : In(entries) : at most one bit, a used one. stay : In(entries) : the entries before it; all of
+        them if none leaves.
     follow : In(1) : the entries learn of the row commands below, which were given since the last time, and
         `insert` takes effect. Never together with `tick`.
     activate, activate_bank, activate_row : In : a row was opened.
@@ -60,6 +61,7 @@ class AccessQueue(wiring.Component):
             {
                 "tick": In(1),
                 "remove": In(entries),
+                "stay": In(entries),
                 "follow": In(1),
                 "activate": In(1),
                 "activate_bank": In(bank),
@@ -91,10 +93,8 @@ class AccessQueue(wiring.Component):
             m.d.comb += [entry.place.eq(place), entry.slot.eq(slot)]
 
         vectors = (self.used, self.hits, self.closes, self.units)
-        stay = Signal(count)  # entries before the one that leaves; all if none does
-        freed = Signal(slot_bits)
+        stay, freed = self.stay, Signal(slot_bits)
         m.d.comb += [
-            stay.eq(self.remove - 1),
             freed.eq(
                 reduce_tree(
                     [s & r.replicate(slot_bits) for s, r in zip(slots, self.remove, strict=True)],
@@ -102,7 +102,7 @@ class AccessQueue(wiring.Component):
                 )
             ),
         ]
-        with m.If(self.tick & self.remove.any()):
+        with m.If(self.tick):
             m.d.sync += [v.eq((v & stay) | ((v >> 1) & ~stay)) for v in vectors]
             for i in range(count):
                 with m.If(~stay[i]):

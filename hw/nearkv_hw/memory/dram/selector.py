@@ -47,6 +47,7 @@ class Selector(wiring.Component):
     wanted : Out(banks) : banks that this queue has entries for.
     column : Out(1), column_entry : Out(entries), column_place, column_slot, column_unit : Out : the entry
         that may go, in the cycle of `tick`.
+    column_stay : Out(entries) : the entries before that one; all if there is none.
     column_banks, activate_banks, precharge_banks : Out(banks) : the commands' banks as bits of vectors.
     activate, activate_bank, activate_row : Out. precharge, precharge_bank : Out.
     """
@@ -71,6 +72,7 @@ class Selector(wiring.Component):
                 "wanted": Out(banks),
                 "column": Out(1),
                 "column_entry": Out(entries),
+                "column_stay": Out(entries),
                 "column_place": Out(place),
                 "column_banks": Out(banks),
                 "column_slot": Out(layout["slot"].shape),
@@ -179,15 +181,16 @@ class Selector(wiring.Component):
         column, activate, precharge = Signal(count), Signal(count), Signal(count)
         if self.shared:
             preferred = Signal(count)
-            m.d.comb += [
-                preferred.eq(columns & ~(self.units ^ self.first_unit.replicate(count))),
-                column.eq(Mux(preferred.any(), _oldest(preferred), _oldest(columns))),
-            ]
+            m.d.comb += preferred.eq(columns & ~(self.units ^ self.first_unit.replicate(count)))
+            pairs = zip(_oldest(preferred), _oldest(columns), strict=True)
+            chosen, stay = (Mux(preferred.any(), first, second) for first, second in pairs)
         else:
-            m.d.comb += column.eq(_oldest(columns))
+            chosen, stay = _oldest(columns)
         m.d.comb += [
-            activate.eq(_oldest(activates)),
-            precharge.eq(_oldest(precharges)),
+            column.eq(chosen),
+            self.column_stay.eq(stay),
+            activate.eq(_oldest(activates)[0]),
+            precharge.eq(_oldest(precharges)[0]),
             self.column.eq(columns.any()),
             self.column_entry.eq(column),
             self.activate.eq(activates.any()),
@@ -216,11 +219,12 @@ def _or(a, b):
 
 
 def _oldest(flags):
-    """The lowest bit that is set; a tree, not a carry chain."""
-    below, step = flags << 1, 1  # whether some bit below is set
-    while step < len(flags):
-        below, step = below | (below << step), 2 * step
-    return (flags & ~below)[: len(flags)]
+    """The lowest bit that is set, and the bits before it, all if none is set: a tree, not a carry chain."""
+    count = len(flags)
+    reached, step = flags, 1  # whether this bit or one below is set
+    while step < count:
+        reached, step = (reached | (reached << step))[:count], 2 * step
+    return flags & ~(reached << 1)[:count], ~reached
 
 
 def _chosen(one, values):
