@@ -75,6 +75,7 @@ class Work:
     result_lines : lines of a query head's result, the denominator's included.
     value_dim : lanes of a result.
     count : such jobs.
+    taken : cycles of a unit per line; more than one where a line is a K row and a V row as well.
     """
 
     passes: tuple[int, ...]
@@ -83,6 +84,7 @@ class Work:
     result_lines: int
     value_dim: int
     count: int = 1
+    taken: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +154,7 @@ def batch(config: DeviceConfig, works: Iterable[Work], *, host_share: float = 0.
         lines += work.count * passes * work.lines
         sums = sum(work.passes) * _lines_of_sums(config, work.value_dim)
         sums_read += work.count * sums
-        issue += work.count * (passes * work.lines + SUM_CYCLES * sums)
+        issue += work.count * (passes * work.taken * work.lines + SUM_CYCLES * sums)
         beats += work.count * sum(partial_beats(config, q, work.value_dim) + PASS_CYCLES for q in work.passes)
         reads += work.count * sum(work.passes) * work.query_lines
         writes += work.count * sum(work.passes) * work.result_lines
@@ -246,6 +248,7 @@ def uniform(
     query_lines: int,
     page_rows: int = 16,
     result_lines: int | None = None,
+    taken: float = 1.0,
 ) -> Work:
     """The work of equal jobs whose pages are dealt to the slices in turn, one job's after the other's.
 
@@ -258,6 +261,7 @@ def uniform(
     query_lines : lines of a query.
     page_rows : rows of a page.
     result_lines : lines of a query head's result; float32 lanes and a denominator if not given.
+    taken : cycles of a unit per line.
     """
     pages = -(-rows // page_rows)
     lines = np.full(config.slices, rows * row_lines / config.slices)
@@ -270,6 +274,7 @@ def uniform(
         result_lines=lines_of(4 * value_dim) + 1 if result_lines is None else result_lines,
         value_dim=value_dim,
         count=jobs,
+        taken=taken,
     )
 
 
