@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 from nearkv.errors import ArgumentError
-from nearkv.estimate import GPUS, Setup, Value, estimate, gpu, kv_format, of
+from nearkv.estimate import GPUS, Setup, Value, device, estimate, gpu, kv_format, of
 from nearkv.estimate.layers import fetch_rate, gpu_seconds, link_rates, on_devices
 from nearkv.estimate.systems import gpu_room, matrices
 from nearkv_hw.abi import configure
 from nearkv_sim.model import timing
 
-CARD = configure("card")
+CARD = device()
 ALL = ["gpu", "gpu+memory", "gpu+rank", "gpu+phy", "gpu+controller", "gpu+fabric", "gpu+host", "three tiers"]
 
 
@@ -27,7 +27,7 @@ def test_all_systems():
     # 16 channels leave no room for ranks; without units there are no tiers
     wide = configure("card", channels=16)
     assert "gpu+rank" not in [a.system for a in estimate(setup(config=wide))]
-    assert estimate(setup(config=configure("card", placement="host")))[-1].system == "gpu+host"
+    assert estimate(setup(config=device(placement="host")))[-1].system == "gpu+host"
 
 
 def test_gpu_by_hand():
@@ -36,7 +36,7 @@ def test_gpu_by_hand():
     rate = 2 * 3350e9 * 0.85
     assert matrices(one, 1)["weights"] == pytest.approx(2 * (model.parameters - model.embedding) / rate)
     attention = gpu_seconds(one, model.attention[0], 131072, 1)
-    assert attention == pytest.approx(25e-6 + 4096 * 131072 / rate)
+    assert attention == pytest.approx(5e-6 + 4096 * 131072 / rate)
     # per layer two reductions of 5 microseconds and 16 KiB at half and half
     assert matrices(one, 1)["gpu interconnect"] == pytest.approx(160 * (5e-6 + 8192 * 2 / 450e9))
     assert gpu_room(one) == pytest.approx(2 * 80e9 * 0.9 - model.weight_bytes)
@@ -93,6 +93,13 @@ def test_three_tiers_by_hand():
     assert found.split.gpu + found.split.device + found.split.host == pytest.approx(1)
     cold = found.split.host * whole
     assert found.step_s >= cold / (2 * 63e9)
+
+
+def test_three_tiers_take_the_best_share():
+    for context in (4096, 131072, 1 << 20):
+        answers = estimate(Setup(model="llama-3.1-8b", context=context, devices=4))
+        best = min(of(answers, name).step_s for name in ("gpu", "gpu+controller") if of(answers, name).fits)
+        assert of(answers, "three tiers").step_s <= 1.001 * best
 
 
 def test_what_does_not_fit():
@@ -204,3 +211,10 @@ def test_gpus_have_sources():
         assert 0.5 < one.attention_efficiency.value < 1
     assert gpu("h100").to_dict()["bandwidth"] == 3350e9
     assert kv_format("bf16").bits == 16
+
+
+def test_a_device_has_what_its_parts_hold():
+    assert device().capacity_bytes == 64 << 30
+    assert device(dram="hbm3_6400").capacity_bytes == 4 << 30
+    assert device(capacity_bytes=1 << 30).capacity_bytes == 1 << 30
+    assert Setup(model="qwen3-8b", context=1, config=device("card", channels=16)).device_bytes == 256 << 30

@@ -7,7 +7,7 @@ from .formats import FORMATS, KVFormat, kv_format
 from .gpus import GPUS, Gpu, gpu
 from .huggingface import from_config
 from .models import AttentionLayers, Model
-from .setup import Setup
+from .setup import Setup, device
 from .systems import Answer, Split, estimate, of
 from .table import CONFIGS, model
 from .value import Band, Value
@@ -27,6 +27,7 @@ __all__ = [
     "Setup",
     "Split",
     "Value",
+    "device",
     "estimate",
     "from_config",
     "gpu",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nearkv_hw.abi import DeviceConfig, configure
-from nearkv_hw.abi.config import Placement
+from nearkv_hw.abi.config import CHANNEL_CHOICES, EXTENT_BYTES, Placement
 from nearkv_hw.abi.dram import PARTS
 from nearkv_hw.abi.lines import LINE_BYTES
 
@@ -86,7 +86,7 @@ class Setup:
     kv_format: KVFormat = field(default_factory=lambda: kv_format("bf16"))
     gpu: Gpu = field(default_factory=lambda: gpu("h100"))
     gpus: int = 1
-    config: DeviceConfig = field(default_factory=lambda: configure("card"))
+    config: DeviceConfig = field(default_factory=lambda: device())
     devices: int = 1
     capacity_bytes: int = 0
     micro_batches: int = 1
@@ -158,6 +158,32 @@ class Setup:
             "form": self.form,
             "config": self.config.to_dict(),
         }
+
+
+def device(preset: str = "card", **overrides: Any) -> DeviceConfig:
+    """The configuration of a device with all the memory that its parts hold, for estimates.
+
+    Parameters
+    ----------
+    preset : what is not overridden.
+    overrides : fields of the configuration.
+
+    Raises
+    ------
+    ValueError : an unknown preset or field, or a value that is not allowed.
+    """
+    if "capacity_bytes" in overrides:
+        return configure(preset, **overrides)
+    config = configure(preset, capacity_bytes=_LEAST_BYTES, **overrides)
+    if config.dram not in PARTS:
+        return config
+    whole = config.slices * PARTS[config.dram].channel_lines(config.density_gbit) * LINE_BYTES
+    return replace(config, capacity_bytes=min(1 << whole.bit_length() - 1, _MOST_BYTES))
+
+
+_LEAST_BYTES = max(CHANNEL_CHOICES) * EXTENT_BYTES
+_MOST_BYTES = 1 << 40
+"""What a configuration of any number of channels may have, and of the largest parts."""
 
 
 def placed(config: DeviceConfig, placement: Placement) -> DeviceConfig:
