@@ -70,12 +70,30 @@ def measurements() -> tuple[Measurement, ...]:
     )
 
 
-def errors(of: Iterable[Measurement]) -> dict[str, tuple[int, float, float]]:
-    """By kind: how many, the mean and the largest size of their errors."""
-    kinds: dict[str, list[float]] = {}
+@dataclass(frozen=True)
+class Errors:
+    """Errors of one kind of workload on one part.
+
+    Parameters
+    ----------
+    count : workloads.
+    mean, largest : sizes of their relative errors.
+    """
+
+    count: int
+    mean: float
+    largest: float
+
+
+def errors(of: Iterable[Measurement]) -> dict[tuple[str, str], Errors]:
+    """By part and kind: how large the errors are."""
+    kinds: dict[tuple[str, str], list[float]] = {}
     for measurement in of:
-        kinds.setdefault(measurement.kind, []).append(abs(measurement.error))
-    return {kind: (len(sizes), sum(sizes) / len(sizes), max(sizes)) for kind, sizes in kinds.items()}
+        key = (measurement.config["dram"], measurement.kind)
+        kinds.setdefault(key, []).append(abs(measurement.error))
+    return {
+        key: Errors(len(sizes), sum(sizes) / len(sizes), max(sizes)) for key, sizes in sorted(kinds.items())
+    }
 
 
 def _modelled(overrides: dict[str, Any], workload: dict[str, Any]) -> float:

@@ -52,13 +52,14 @@ PASS_CYCLES = 18.0
 """Cycles between the beats of two passes in the results. Calibrated."""
 OPEN_CYCLES: dict[Dram, float] = {
     Dram.DDR5_6400: 1.8,
-    Dram.DDR5_4800: 1.8,
-    Dram.LPDDR5X_8533: 1.8,
-    Dram.HBM3_6400: 10.0,
+    Dram.DDR5_4800: 0.6,
+    Dram.LPDDR5X_8533: 8.5,
+    Dram.HBM3_6400: 8.3,
 }
 """Cycles that opening the next pair of rows holds a slice up; what is not hidden behind the rows before.
-Calibrated, by part: it is little where rows are long (64 lines), and most of an activate where they are short
-(HBM3, 16 lines)."""
+Calibrated, by part: little where a bank is ready long before its rows are wanted (DDR5, 32 banks and rows of
+64 lines), much of an activate where banks are few or rows short.
+"""
 EVENNESS = 5.5
 """Exponent of the norm. Calibrated."""
 
@@ -263,10 +264,11 @@ def uniform(
     result_lines : lines of a query head's result; float32 lanes and a denominator if not given.
     taken : cycles of a unit per line.
     """
-    pages = -(-rows // page_rows)
     lines = np.full(config.slices, rows * row_lines / config.slices)
-    if jobs < config.slices:  # few jobs: the busiest slice has a page more than its share
-        lines[0] += (-jobs * pages % config.slices) / config.slices / jobs * page_rows * row_lines
+    if jobs < config.slices:  # few jobs do not balance: the busiest slice has a page more than others
+        of_jobs = np.full(jobs * -(-rows // page_rows), page_rows)
+        of_jobs[-1] -= jobs * page_rows * -(-rows // page_rows) - jobs * rows
+        lines[0] = of_jobs[:: config.slices].sum() * row_lines / jobs
     return Work(
         passes=tuple(passes_of(config, group)),
         lines=lines,
