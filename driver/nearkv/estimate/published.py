@@ -122,7 +122,7 @@ def _bounds() -> Iterator[Comparison]:
             "times",
             theirs,
             far / near.seconds,
-            "both sides lose: DRAM to refresh and rows, the link to headers",
+            "of their peaks, DRAM loses a tenth to refresh and rows, the link a sixth to headers",
         )
 
 

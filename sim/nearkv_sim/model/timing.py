@@ -60,6 +60,9 @@ OPEN_CYCLES: dict[Dram, float] = {
 Calibrated, by part: little where a bank is ready long before its rows are wanted (DDR5, 32 banks and rows of
 64 lines), much of an activate where banks are few or rows short.
 """
+HOST_LINE_CYCLES = 1.6
+"""Lines of a unit that a line read anywhere by the host costs, as it opens a row for itself. Calibrated: 1.0
+to 2.2 in `nearkv bench memory --case shares`."""
 EVENNESS = 5.5
 """Exponent of the norm. Calibrated."""
 
@@ -320,4 +323,4 @@ def _units_share(config: DeviceConfig, host_share: float) -> float:
     if host_share == 0:
         return best
     kept = best * (1 - config.fabric_share / 16)
-    return max(kept, best - host_share)
+    return max(kept, best - HOST_LINE_CYCLES * host_share)
