@@ -123,6 +123,16 @@ def test_files_that_cannot_be_written(tmp_path, monkeypatch):
         reports.check_outputs([tmp_path / "x.png"])
 
 
+def test_a_dask_cluster_gives_the_same(monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr(sweeps, "_CHUNK", 2)
+    axes = parse(["context=4k..16k"])
+    with distributed.LocalCluster(
+        1, threads_per_worker=1, processes=False, dashboard_address=None
+    ) as cluster:
+        assert run(SETUP, axes, dask=cluster.scheduler_address) == run(SETUP, axes)
+
+
 def test_dask_that_is_not_there(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "distributed", None)
     with pytest.raises(ArgumentError, match="Dask is not installed"):

@@ -76,8 +76,9 @@ def estimate(
     Compared are the GPU alone, GPU and CXL memory without compute, GPU and devices with their units at every
     place, and three tiers (GPU, devices, host memory). Figures and their sources are in docs/estimate.md.
     """
-    from nearkv.estimate import Setup, from_config
+    from nearkv.estimate import Setup, formats, from_config
     from nearkv.estimate import estimate as answers_of
+    from nearkv.estimate import gpus as known_gpus
     from nearkv.estimate.quantities import quantity
     from nearkv.estimate.setup import LAUNCH_S
     from nearkv.estimate.setup import device as described
@@ -92,8 +93,8 @@ def estimate(
         model=from_config(config) if config else known(str(model)),
         context=quantity(context, "context"),
         batch=quantity(batch, "batch"),
-        kv_format=kv_format,  # type: ignore[arg-type]
-        gpu=gpu,  # type: ignore[arg-type]
+        kv_format=formats.kv_format(kv_format),
+        gpu=known_gpus.gpu(gpu),
         gpus=gpus,
         config=described(device, **overrides_of(overrides)),
         devices=devices,

@@ -13,6 +13,7 @@ from nearkv_sim.model import timing
 from .gpus import gpu
 from .layers import fetch_rate, gpu_seconds, on_devices
 from .setup import Setup, device
+from .table import model as known
 
 _ATTACC_PEAK = 670.4e9
 """Bytes/s of AttAcc's stack."""
@@ -59,7 +60,7 @@ def _gpus() -> Iterator[Comparison]:
     )
     for name, model, launch, slope, note in fits:
         for sequences, rows in ((1, 4096), (16, 8192)):
-            setup = Setup(model=model, context=rows, batch=sequences, gpu=gpu(name))  # type: ignore[arg-type]
+            setup = Setup(model=known(model), context=rows, batch=sequences, gpu=gpu(name))
             kind = setup.model.attention[0]
             yield Comparison(
                 f"{name}, {model}: attention of a layer, {sequences} x {rows:,} rows",
@@ -112,7 +113,7 @@ def _bounds() -> Iterator[Comparison]:
     )
     for what, theirs, dram, channels in cases:
         config = device(dram=dram, channels=channels, link="x16_32")
-        setup = Setup(model="llama-3.1-70b", context=131072, gpus=2, config=config)  # type: ignore[arg-type]
+        setup = Setup(model=known("llama-3.1-70b"), context=131072, gpus=2, config=config)
         kind = setup.model.attention[0]
         near = on_devices(setup, kind, 131072, 1, partial=False)
         far = 131072 * kind.pitch_bytes(setup.kv_format) / fetch_rate(setup)
@@ -140,7 +141,7 @@ def _llama() -> Iterator[Comparison]:
         ),
     ):
         config = device(**overrides)
-        setup = Setup(model="llama-3.1-70b", context=131072, gpus=2, config=config)  # type: ignore[arg-type]
+        setup = Setup(model=known("llama-3.1-70b"), context=131072, gpus=2, config=config)
         kind = setup.model.attention[0]
         if near:
             seconds = on_devices(setup, kind, 131072, 1, partial=False).seconds

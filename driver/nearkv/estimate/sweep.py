@@ -154,7 +154,7 @@ def _on_dask(
             "Dask is not installed; pip install 'nearkv[sweep]', or leave --dask out"
         ) from error
     with Client(address) as client:
-        for future in client.map(_chunk, itertools.repeat(setup, len(chunks)), chunks, pure=False):
+        for future in client.map(_chunk, [setup] * len(chunks), chunks, pure=False):
             yield future.result()
 
 
