@@ -5,7 +5,8 @@ A line `@layout descriptor.ATTEND` becomes the field table of `nearkv_hw.abi.des
 `@dram dram.DDR5_6400` the values of a DRAM part, `@densities` what depends on its density, and `@frames` what
 its rules are for a controller; `@links` what each CXL link carries; `@registers` a
 command window's register lines. Of estimates, `@models` and `@gpus` are the tables of both, `@accuracy` the
-timing model's errors, `@published` figures of others beside ours, `@energies` energies with their sources.
+timing model's errors, `@workloads` each of them, `@published` figures of others beside ours, `@energies`
+energies with their sources.
 """
 
 import ast
@@ -23,7 +24,7 @@ from nearkv_hw.abi.dram import MEANINGS, PARTS, Dram, Refresh, ceiling
 from nearkv_hw.abi.link import RATES, lines_per_cycle, ports
 
 DIRECTIVE = re.compile(
-    r"^@(layout|enum|config|dram|densities|frames|links|registers|models|gpus|accuracy|published|energies)"
+    r"^@(layout|enum|config|dram|densities|frames|links|registers|models|gpus|accuracy|workloads|published|energies)"
     r"(?: (\w+)\.(\w+))?$",
     re.MULTILINE,
 )
@@ -233,6 +234,32 @@ def _accuracy(*_):
     return "\n".join(rows)
 
 
+def _workloads(*_):
+    """Every workload whose cycles were measured, those that were fitted apart."""
+    rows = [
+        "| part | queries kept | jobs | rows | query heads | head_dim | page rows | RTL | model | error "
+        "| fitted to |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for one in sorted(measurements(), key=lambda m: (not m.calibration, m.config["dram"], m.cycles)):
+        work = one.workload
+        numbers = (
+            one.config["queries"],
+            work["batch"] * work["kv_heads"],
+            *(work[name] for name in ("rows", "group", "head_dim", "page_rows")),
+        )
+        cells = (
+            one.config["dram"],
+            *map(str, numbers),
+            f"{one.cycles:,}",
+            f"{one.model_cycles:,.0f}",
+            f"{100 * one.error:+.1f} %",
+            "yes" if one.calibration else "no",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def _published(*_):
     rows = [
         "| what | theirs | ours | unit | difference | source | note |",
@@ -281,5 +308,6 @@ TABLES = {
     "gpus": _gpus,
     "accuracy": _accuracy,
     "published": _published,
+    "workloads": _workloads,
     "energies": _energies,
 }

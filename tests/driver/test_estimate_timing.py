@@ -1,10 +1,15 @@
 """The timing model against the RTL's figures, and on the model device."""
 
+import json
+
 import nearkv
 import pytest
+from nearkv.bench import timing as bench
+from nearkv.bench.memory import step_cycles
 from nearkv.estimate.measured import errors, measurements
 from nearkv.estimate.published import comparisons
 from nearkv.workload import Workload
+from nearkv_hw.abi.dram import Dram
 
 LIMITS = {  # of batches, by part; rows of HBM3 are so short that their order decides
     "ddr5_6400": 0.03,
@@ -49,3 +54,30 @@ def test_beside_published_figures():
     for one in comparisons():
         assert abs(one.difference) < 0.12, one.what
         assert one.source
+
+
+def test_measuring_again(tmp_path):
+    again = [bench.Again(m, m.cycles + 1) for m in measurements()[:2]]
+    found = bench.results(again)
+    assert [r["name"] for r in found] == ["timing.cycles", "timing.error"] * 2
+    assert found[0]["value"] == again[0].cycles
+    bench.write(tmp_path / "new.json", again)
+    new = json.loads((tmp_path / "new.json").read_text())
+    assert [entry["cycles"] for entry in new[:3]] == [
+        again[0].cycles, again[1].cycles, measurements()[2].cycles,
+    ]  # fmt: skip
+    assert bench.devices([Dram.DDR5_4800]) == 1
+
+
+@pytest.mark.rtl
+def test_the_rtl_still_takes_what_it_took(rtl_device):
+    for measurement in measurements():
+        config = rtl_device.config.to_dict()
+        if all(config[name] == value for name, value in measurement.config.items()) and (
+            3_000 < measurement.cycles < 10_000
+        ):
+            work = Workload(**measurement.workload)
+            with work.fill(rtl_device) as filled:
+                filled.step()
+                cycles = step_cycles(rtl_device, filled, work)
+            assert cycles == pytest.approx(measurement.cycles, rel=0.05)

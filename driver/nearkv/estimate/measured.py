@@ -2,7 +2,7 @@
 
 `rtl_cycles.json` has means over `steps` steps whose tables and descriptors were on chip, from the first
 doorbell to the last completion record. To those of the set "calibration" the model's constants were fitted;
-to those of the set "check" they were not.
+to those of the set "check" they were not. `nearkv bench timing` measures them again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Measurement:
     ----------
     calibration : whether the model's constants were fitted to it.
     config, workload : fields of the device and of `nearkv.workload.Workload`.
-    cycles : that the RTL took.
+    cycles : that the RTL took, the mean of `steps` steps.
     model_cycles : that the timing model says.
     """
 
@@ -39,6 +39,7 @@ class Measurement:
     config: dict[str, Any]
     workload: dict[str, Any]
     cycles: int
+    steps: int
     model_cycles: float
 
     @property
@@ -64,6 +65,7 @@ def measurements() -> tuple[Measurement, ...]:
             entry["config"],
             entry["workload"],
             entry["cycles"],
+            entry["steps"],
             _modelled(entry["config"], entry["workload"]),
         )
         for entry in json.loads(_FIGURES.read_text())
