@@ -219,12 +219,12 @@ def _accuracy(*_):
     """Errors of the timing model by part and kind, of workloads that were fitted and that were not."""
     found = [errors(m for m in measurements() if m.calibration is fitted) for fitted in (True, False)]
     rows = [
-        "| part | workloads | fitted to: how many | mean error | largest "
+        "| part | units at | workloads | fitted to: how many | mean error | largest "
         "| not fitted to: how many | mean error | largest |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for key in sorted({*found[0], *found[1]}):
-        cells = [key[0], key[1]]
+        cells = list(key)
         for of_set in found:
             one = of_set.get(key)
             cells += (
@@ -237,9 +237,9 @@ def _accuracy(*_):
 def _workloads(*_):
     """Every workload whose cycles were measured, those that were fitted apart."""
     rows = [
-        "| part | queries kept | jobs | rows | query heads | head_dim | page rows | RTL | model | error "
-        "| fitted to |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| part | units at | queries kept | jobs | rows | query heads | head_dim | page rows | RTL | model "
+        "| error | fitted to |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for one in sorted(measurements(), key=lambda m: (not m.calibration, m.config["dram"], m.cycles)):
         work = one.workload
@@ -250,6 +250,7 @@ def _workloads(*_):
         )
         cells = (
             one.config["dram"],
+            one.config["placement"],
             *map(str, numbers),
             f"{one.cycles:,}",
             f"{one.model_cycles:,.0f}",

@@ -24,9 +24,9 @@ SHORT = 0.10
 @pytest.mark.parametrize("calibration", [True, False])
 def test_errors_against_the_rtl(calibration):
     found = errors(m for m in measurements() if m.calibration is calibration)
-    assert {part for part, _ in found} == set(LIMITS)
-    for (part, kind), of_kind in found.items():
-        assert of_kind.largest <= (LIMITS[part] if kind == "batch" else SHORT), (part, kind)
+    assert {part for part, _, _ in found} == set(LIMITS)
+    for (part, placement, kind), of_kind in found.items():
+        assert of_kind.largest <= (LIMITS[part] if kind == "batch" else SHORT), (part, placement, kind)
 
 
 def test_enough_workloads():

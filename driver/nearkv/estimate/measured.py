@@ -74,7 +74,7 @@ def measurements() -> tuple[Measurement, ...]:
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of one kind of workload on one part.
+    """Errors of one kind of workload on one part, with the units in one place.
 
     Parameters
     ----------
@@ -87,11 +87,11 @@ class Errors:
     largest: float
 
 
-def errors(of: Iterable[Measurement]) -> dict[tuple[str, str], Errors]:
-    """By part and kind: how large the errors are."""
-    kinds: dict[tuple[str, str], list[float]] = {}
+def errors(of: Iterable[Measurement]) -> dict[tuple[str, str, str], Errors]:
+    """By part, placement and kind: how large the errors are."""
+    kinds: dict[tuple[str, str, str], list[float]] = {}
     for measurement in of:
-        key = (measurement.config["dram"], measurement.kind)
+        key = (measurement.config["dram"], measurement.config["placement"], measurement.kind)
         kinds.setdefault(key, []).append(abs(measurement.error))
     return {
         key: Errors(len(sizes), sum(sizes) / len(sizes), max(sizes)) for key, sizes in sorted(kinds.items())
