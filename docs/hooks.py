@@ -4,7 +4,9 @@ A line `@layout descriptor.ATTEND` becomes the field table of `nearkv_hw.abi.des
 `@enum descriptor.Status` becomes the members of an enumeration with their meaning; `@config` the presets;
 `@dram dram.DDR5_6400` the values of a DRAM part, `@densities` what depends on its density, and `@frames` what
 its rules are for a controller; `@links` what each CXL link carries; `@registers` a
-command window's register lines.
+command window's register lines. Of estimates, `@models` and `@gpus` are the tables of both, `@accuracy` the
+timing model's errors, `@workloads` each of them, `@published` figures of others beside ours, `@energies`
+energies with their sources.
 """
 
 import ast
@@ -14,12 +16,17 @@ import inspect
 import itertools
 import re
 
+from nearkv.estimate import CONFIGS, FORMATS, GPUS, Value, energy, model, setup
+from nearkv.estimate.measured import errors, measurements
+from nearkv.estimate.published import comparisons
 from nearkv_hw.abi import LINE_BYTES, PRESETS, window
 from nearkv_hw.abi.dram import MEANINGS, PARTS, Dram, Refresh, ceiling
 from nearkv_hw.abi.link import RATES, lines_per_cycle, ports
 
 DIRECTIVE = re.compile(
-    r"^@(layout|enum|config|dram|densities|frames|links|registers)(?: (\w+)\.(\w+))?$", re.MULTILINE
+    r"^@(layout|enum|config|dram|densities|frames|links|registers|models|gpus|accuracy|workloads|published|energies)"
+    r"(?: (\w+)\.(\w+))?$",
+    re.MULTILINE,
 )
 
 
@@ -162,6 +169,133 @@ def _links(*_):
     return "\n".join(rows)
 
 
+def _models(*_):
+    bf16 = FORMATS["bf16"]
+    rows = [
+        "| model | layers | query / KV heads | head_dim | window | billion parameters | active "
+        "| KV KiB a token | GiB at 32K | at 128K | configuration |",
+        "|---|---:|---|---|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for found in map(model, CONFIGS):
+        kinds = found.attention
+        windows = ", ".join(f"{k.window or 'all'} in {k.count}" for k in kinds)
+        shape = kinds[0]
+        dims = f"{shape.head_dim}/{shape.value_dim}" if shape.shared_row else str(shape.head_dim)
+        cells = (
+            f"`{found.name}`",
+            *(str(found.layers), f"{shape.q_heads}/{shape.kv_heads}", dims, windows),
+            *(f"{count / 1e9:.1f}" for count in (found.parameters, found.active_parameters)),
+            f"{found.kv_bytes_per_token(bf16) / 1024:.4g}",
+            *(f"{found.kv_bytes(context, bf16) / 2**30:.2f}" for context in (32768, 131072)),
+            found.source,
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _gpus(*_):
+    rows = [
+        "| GPU | memory, GB | GB/s | share of it | launch, us | bf16, TFLOPS | to the host, GB/s | to peers "
+        "| W | source |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for gpu in GPUS.values():
+        cells = (
+            f"`{gpu.name}`",
+            f"{gpu.memory_bytes.value / 1e9:g}",
+            f"{gpu.bandwidth.value / 1e9:,.0f}",
+            f"{gpu.attention_efficiency.value:.3f} ({gpu.attention_efficiency.sure})",
+            f"{gpu.attention_launch_s.value * 1e6:g} ({gpu.attention_launch_s.sure})",
+            f"{gpu.flops.value / 1e12:g}",
+            *(f"{rate.value / 1e9:g}" for rate in (gpu.host_link, gpu.peer_link)),
+            f"{gpu.power_w.value:g}",
+            gpu.memory_bytes.source,
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _accuracy(*_):
+    """Errors of the timing model by part and kind, of workloads that were fitted and that were not."""
+    found = [errors(m for m in measurements() if m.calibration is fitted) for fitted in (True, False)]
+    rows = [
+        "| part | units at | workloads | fitted to: how many | mean error | largest "
+        "| not fitted to: how many | mean error | largest |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for key in sorted({*found[0], *found[1]}):
+        cells = list(key)
+        for of_set in found:
+            one = of_set.get(key)
+            cells += (
+                [str(one.count), f"{100 * one.mean:.1f} %", f"{100 * one.largest:.1f} %"] if one else [""] * 3
+            )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _workloads(*_):
+    """Every workload whose cycles were measured, those that were fitted apart."""
+    rows = [
+        "| part | units at | queries kept | jobs | rows | query heads | head_dim | page rows | RTL | model "
+        "| error | fitted to |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for one in sorted(measurements(), key=lambda m: (not m.calibration, m.config["dram"], m.cycles)):
+        work = one.workload
+        numbers = (
+            one.config["queries"],
+            work["batch"] * work["kv_heads"],
+            *(work[name] for name in ("rows", "group", "head_dim", "page_rows")),
+        )
+        cells = (
+            one.config["dram"],
+            one.config["placement"],
+            *map(str, numbers),
+            f"{one.cycles:,}",
+            f"{one.model_cycles:,.0f}",
+            f"{100 * one.error:+.1f} %",
+            "yes" if one.calibration else "no",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _published(*_):
+    rows = [
+        "| what | theirs | ours | unit | difference | source | note |",
+        "|---|---:|---:|---|---:|---|---|",
+    ]
+    rows += [
+        f"| {one.what} | {one.theirs:.4g} | {one.ours:.4g} | {one.unit} | {100 * one.difference:+.1f} % "
+        f"| {one.source} | {one.note} |"
+        for one in comparisons()
+    ]
+    return "\n".join(rows)
+
+
+def _energies(*_):
+    """Every figure of the energy model and of the round trip, with its band."""
+    figures = [
+        (f"{dram.name.lower()}, {name.replace('_w', ' power').replace('_', ' ')}", value)
+        for dram, of_part in energy.DRAMS.items()
+        for name, value in vars(of_part).items()
+        if value.value
+    ]
+    figures += [
+        (name.removesuffix("_W").removesuffix("_S").replace("_", " ").lower(), value)
+        for module in (energy, setup)
+        for name, value in vars(module).items()
+        if name[0].isupper() and isinstance(value, Value)
+    ]
+    rows = ["| event | value | low | high | unit | source | sure |", "|---|---:|---:|---:|---|---|---|"]
+    for name, value in figures:
+        band = value.band
+        numbers = " | ".join(f"{number:.4g}" for number in (band.mid, band.low, band.high))
+        rows.append(f"| {name} | {numbers} | {value.unit} | {value.source} | {value.sure} |")
+    return "\n".join(rows)
+
+
 TABLES = {
     "layout": _layout,
     "enum": _enum,
@@ -171,4 +305,10 @@ TABLES = {
     "frames": _frames,
     "links": _links,
     "registers": _registers,
+    "models": _models,
+    "gpus": _gpus,
+    "accuracy": _accuracy,
+    "published": _published,
+    "workloads": _workloads,
+    "energies": _energies,
 }

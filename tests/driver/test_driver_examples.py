@@ -6,7 +6,9 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("module", ["nearkv.cache", "nearkv.device"])
+@pytest.mark.parametrize(
+    "module", ["nearkv.cache", "nearkv.device", "nearkv.estimate.sweep", "nearkv.estimate.systems"]
+)
 def test_examples(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0

@@ -237,6 +237,14 @@ def _rate(name: str, device: Device, work: Workload) -> Iterator[Figure]:
     )
 
 
+def step_cycles(device: Device, filled: Filled, work: Workload) -> int:
+    """Cycles of a step, from its first doorbell to its last completion record."""
+    with device.record(kinds=_STAGES) as recorded:
+        filled.step()
+    jobs = _jobs(recorded(), work)
+    return max(job.record for job in jobs) - min(job.doorbell for job in jobs)
+
+
 def _warm(device: Device, filled: Filled, kinds: frozenset[EventKind]) -> Recording:
     """What a step does when one before it has brought tables and descriptors on chip."""
     filled.step()

@@ -8,7 +8,7 @@ import typer
 
 from nearkv.errors import NearkvError
 
-from . import bench, doctor, info, replay, run, trace
+from . import bench, doctor, estimate, info, replay, run, trace
 from .output import fail
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command()(info.info)
 app.command()(run.run)
 app.command()(replay.replay)
 app.command()(trace.trace)
+app.command()(estimate.estimate)
 app.add_typer(bench.app)
 
 

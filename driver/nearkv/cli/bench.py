@@ -107,6 +107,35 @@ def memory(
     print_results("memory", results, as_json)
 
 
+@app.command()
+def timing(
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="A DRAM part, such as ddr5_6400; may be given again. All if not given."),
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Every eighth workload alone.")] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Write all workloads with the new cycles, as rtl_cycles.json has them."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the workloads of the timing model on the RTL (timing.cycles) and its errors (timing.error).
+
+    All parts take some minutes once their devices are built.
+    """
+    from nearkv_hw.abi.dram import PARTS, Dram
+
+    from nearkv.bench import timing as bench
+
+    parts = _members("--part", part, Dram) or tuple(PARTS)
+    with _steps(bench.devices(parts)) as steps:
+        again = list(bench.measure(parts, quick=quick, progress=steps))
+    if write:
+        bench.write(write, again)
+    print_results("timing", bench.results(again), as_json)
+
+
 Member = TypeVar("Member", bound=IntEnum)
 
 

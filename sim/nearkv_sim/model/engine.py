@@ -32,7 +32,8 @@ class _Task:
     detail: int = 0
     passes: int = 0
     lines: int = 0
-    cycles: int = 0
+    work: timing.Work | None = None
+    """What it asked of the memory and the units, if it came so far."""
 
 
 class Engine:
@@ -73,7 +74,6 @@ class Engine:
                         self._claim(CLAIM.unpack(descriptor), window.aperture)
             except Refusal as refusal:
                 task.status, task.detail = refusal.status, refusal.detail
-            task.cycles += timing.start_cycles(self._config)
             waiting.append(task)
         self._finish(waiting, window)
 
@@ -127,21 +127,25 @@ class Engine:
         return k | v
 
     def _stream(self, task: _Task, job: Job, passes: list[int], pages: LineIndices) -> None:
-        """Count the lines and cycles of a job's pages, given by their first lines."""
+        """Count the lines of a job's pages, given by their first lines, and note its work."""
         config, shape, counters = self._config, job.shape, self._counters
         rows = job.rows_of(job.first_page + np.arange(len(pages)))
         lines = rows * (shape.k_lines + shape.v_lines) * len(passes)
         counters.device["violations"] += int(lines[~self.memory.allowed(pages, job.tenant)].sum())
         streamed = np.zeros(config.slices, dtype=np.int64)
         np.add.at(streamed, self.memory.channels_of(pages), lines)
-        busy = int(streamed.max())
         counters.channels["unit_lines"] += streamed
-        counters.channels["unit_busy"] += busy
+        counters.channels["unit_busy"] += streamed
         for queries in passes:
             counters.channels["partial_beats"] += timing.partial_beats(config, queries, shape.value_dim)
-        counters.device["cycles"] += busy
-        drain = timing.drain_cycles(config, passes[-1], shape.value_dim, passes[-1] * shape.result.lines)
-        task.passes, task.lines, task.cycles = len(passes), int(lines.sum()), busy + drain
+        task.passes, task.lines = len(passes), int(lines.sum())
+        task.work = timing.Work(
+            passes=tuple(passes),
+            lines=streamed / len(passes),
+            query_lines=shape.k_lines,
+            result_lines=shape.result.lines,
+            value_dim=shape.value_dim,
+        )
 
     def _claim(self, fields: dict[str, int], tenant: int) -> None:
         first, count = fields["first_extent"], fields["extent_count"]
@@ -161,8 +165,11 @@ class Engine:
             window.complete(task.index, self._record(task))
             self._counters.device["jobs"] += 1
             self._counters.device["errors"] += task.status is not Status.OK
-        if tasks:
-            self._counters.device["cycles"] += timing.start_cycles(self._config) + timing.PIPELINE_CYCLES
+        works = [task.work for task in tasks if task.work]
+        if works:
+            self._counters.device["cycles"] += round(timing.batch(self._config, works).total)
+        elif tasks:
+            self._counters.device["cycles"] += round(timing.start_cycles(self._config))
 
     def _write(self, task: _Task, job: Job, lines: Lines) -> None:
         """Write a job's result, except lines that the tenant does not own."""
@@ -170,13 +177,19 @@ class Engine:
         if not self.memory.write(area, lines, job.tenant).all():
             task.status = Status.RESULT_DENIED
 
+    def _cycles_alone(self, task: _Task) -> int:
+        """What a descriptor would take if it were the only one."""
+        if task.work is None:
+            return round(timing.start_cycles(self._config))
+        return round(timing.batch(self._config, [task.work]).total)
+
     def _record(self, task: _Task) -> bytes:
         return COMPLETION.pack_bytes(
             phase=completion_phase(self._config, task.index),
             status=task.status,
             passes=task.passes,
             tag=task.tag,
-            cycles=task.cycles % (1 << COMPLETION["cycles"].width),
+            cycles=self._cycles_alone(task) % (1 << COMPLETION["cycles"].width),
             lines=task.lines % (1 << COMPLETION["lines"].width),
             detail=task.detail,
         )

@@ -57,7 +57,7 @@ class ModelPort:
             elif isinstance(operation, Read):
                 results.append(self._read(engine.memory, operation.addresses))
             elif isinstance(operation, Fence):
-                self._counters.device["cycles"] += self.config.memory_latency_cycles
+                self._counters.device["cycles"] += timing.read_cycles(self.config)
             else:
                 self._poll(engine.memory, operation)
         return results
@@ -129,6 +129,7 @@ class ModelPort:
 
     def _poll(self, memory: Memory, poll: Poll) -> None:
         result = self._read(memory, np.array([poll.address], dtype=np.uint64))
+        self._counters.device["cycles"] += timing.POLL_CYCLES
         seen = int(result.data.view("<u8")[0, 0])
         if result.access[0] != Access.DATA or seen & poll.mask != poll.value:
             self._counters.device["cycles"] += poll.timeout_cycles

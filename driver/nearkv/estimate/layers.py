@@ -1,0 +1,145 @@
+"""What one layer's attention takes on a GPU, over the link, and on devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from nearkv_hw.abi.config import Placement
+from nearkv_hw.abi.dram import PARTS, ceiling
+from nearkv_hw.abi.formats import OutputForm
+from nearkv_hw.abi.lines import LINE_BYTES, lines_of
+from nearkv_hw.abi.link import RATES
+from nearkv_hw.abi.memory import ResultLayout
+from nearkv_sim.model import timing
+
+from .energy import SUM_BITS
+from .models import AttentionLayers
+from .setup import Setup
+
+_QUERY_BYTES = 2
+"""Bytes of a query's element: bf16."""
+_COMMAND_LINES = 1
+"""Lines that a job's descriptor, and its record, take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevices:
+    """Attention of one layer on the devices.
+
+    Parameters
+    ----------
+    seconds : from doorbell to last completion, all devices at once.
+    bound : which part of the device sets the pace.
+    out_bytes, in_bytes : over the links, to the devices and from them.
+    out_s, in_s : what these take.
+    lines : K and V lines that the units take, every pass counted.
+    writes : result lines.
+    multiplies : of the units.
+    sum_bits : of their sums, read and written.
+    """
+
+    seconds: float
+    bound: str
+    out_bytes: float
+    in_bytes: float
+    out_s: float
+    in_s: float
+    lines: float
+    writes: float
+    multiplies: float
+    sum_bits: float
+
+
+def gpu_seconds(setup: Setup, kind: AttentionLayers, rows: float, batch: int) -> float:
+    """Attention of one layer over `rows` rows of each sequence in GPU memory; 0 without rows."""
+    if rows <= 0:
+        return 0.0
+    gpu = setup.gpu
+    rate = setup.gpus * gpu.bandwidth.value * gpu.attention_efficiency.value
+    read = batch * rows * kind.row_bytes(setup.kv_format) / rate
+    flops = 2 * batch * rows * kind.q_heads * (kind.head_dim + kind.value_dim)
+    return gpu.attention_launch_s.value + max(read, flops / (setup.gpus * gpu.flops.value))
+
+
+def link_rates(setup: Setup) -> tuple[float, float]:
+    """Bytes/s from GPUs to devices and back: the devices' links or the GPUs' own, what is less.
+
+    Hosts that share the devices share their links.
+    """
+    rate = RATES[setup.config.link]
+    own = setup.gpus * setup.gpu.host_link.value
+    devices = setup.devices / setup.hosts
+    return (
+        min(own, devices * float(rate.write_bytes_per_second)),
+        min(own, devices * float(rate.read_bytes_per_second)),
+    )
+
+
+def fetch_rate(setup: Setup) -> float:
+    """Bytes/s at which rows come over the link: no faster than the devices' DRAM delivers them."""
+    part, config = PARTS[setup.config.dram], setup.config
+    lines = config.channels * ceiling(part, config.density_gbit, config.refresh) * config.clock_mhz * 1e6
+    return min(link_rates(setup)[1], setup.devices / setup.hosts * lines * LINE_BYTES)
+
+
+def on_devices(setup: Setup, kind: AttentionLayers, rows: float, batch: int, *, partial: bool) -> OnDevices:
+    """Attention of one layer over `rows` rows of each sequence that lie on the devices.
+
+    Jobs, one per sequence and KV head, are dealt to the devices; where there are fewer jobs than devices the
+    rows of each are shared out, too, and partial results come back.
+
+    Parameters
+    ----------
+    setup : with a placement that has units.
+    kind : the layers.
+    rows : of each sequence.
+    batch : sequences.
+    partial : whether other rows of the sequences lie elsewhere, so that partial results come back.
+    """
+    config, jobs = setup.config, batch * kind.kv_heads
+    shares = max(1, setup.devices // jobs)
+    each = ceil(jobs * shares / setup.devices)
+    job_rows = max(1, ceil(rows / shares))
+    form = OutputForm.PARTIAL if partial or shares > 1 else OutputForm.BF16
+    layout = ResultLayout(kind.value_dim, form)
+    result_lines = layout.lines if form is OutputForm.PARTIAL else layout.planes[0]
+    query_lines = lines_of(kind.head_dim * _QUERY_BYTES)
+    row_lines = kind.pitch_bytes(setup.kv_format) / kind.kv_heads / LINE_BYTES
+    taken = 1 + kind.value_dim / kind.head_dim if kind.shared_row else 1.0
+    work = timing.uniform(
+        config,
+        jobs=each * setup.hosts,
+        rows=job_rows,
+        group=kind.group,
+        value_dim=kind.value_dim,
+        row_lines=row_lines,
+        query_lines=query_lines,
+        page_rows=setup.page_rows,
+        result_lines=layout.lines,
+        taken=taken,
+    )
+    cycles = timing.call(config, work, host_share=setup.host_share)
+    found = timing.batch(config, [work], host_share=setup.host_share)
+    heads, passes = batch * kind.q_heads * shares, len(work.passes)
+    out_bytes = LINE_BYTES * (heads * query_lines + jobs * shares * _COMMAND_LINES)
+    in_bytes = LINE_BYTES * (heads * result_lines + jobs * shares * _COMMAND_LINES)
+    write_rate, read_rate = link_rates(setup)
+    products = batch * rows * kind.q_heads * (kind.head_dim + kind.value_dim)
+    return OnDevices(
+        seconds=cycles / (config.clock_mhz * 1e6),
+        bound=found.bound,
+        out_bytes=out_bytes,
+        in_bytes=in_bytes,
+        out_s=out_bytes / write_rate,
+        in_s=in_bytes / read_rate,
+        lines=jobs * rows * row_lines * passes,
+        writes=heads * layout.lines,
+        multiplies=products,
+        sum_bits=2 * batch * rows * kind.q_heads * kind.value_dim * SUM_BITS,
+    )
+
+
+def has_units(setup: Setup) -> bool:
+    """Whether the devices work attention out themselves."""
+    return setup.config.placement is not Placement.HOST
