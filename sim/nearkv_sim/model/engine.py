@@ -10,8 +10,9 @@ from nearkv_hw.abi.descriptor import ATTEND, CLAIM, COMPLETION, DESCRIPTOR_VERSI
 from nearkv_hw.abi.window import completion_phase
 
 from ..port import Lines
-from . import attention, timing
+from . import timing
 from .counters import Counters
+from .kernels import Attend
 from .memory import LineIndices, Mask, Memory
 from .walker import Job, Refusal, Walk, admit, check, read_queries, walk
 from .window import CommandWindow
@@ -41,16 +42,18 @@ class Engine:
     Parameters
     ----------
     config, counters : the device's.
+    attend : what computes jobs.
 
     Members
     -------
     memory : the device's memory.
     """
 
-    def __init__(self, config: DeviceConfig, counters: Counters) -> None:
+    def __init__(self, config: DeviceConfig, counters: Counters, attend: Attend) -> None:
         self.memory = Memory(config, counters)
         self._config = config
         self._counters = counters
+        self._attend = attend
 
     def serve(self, window: CommandWindow) -> None:
         """Do everything that is posted in a window's ring.
@@ -154,7 +157,7 @@ class Engine:
     def _finish(self, tasks: list[_Task], window: CommandWindow) -> None:
         """Compute and write the results of good jobs, then write every record, in order."""
         good = [(task, (task.job, task.pages)) for task in tasks if task.job and task.pages is not None]
-        results = attention.attend([work for _, work in good], self.memory)
+        results = self._attend([work for _, work in good], self.memory)
         for (task, (job, _)), lines in zip(good, results, strict=True):
             self._write(task, job, lines)
         for task in tasks:
