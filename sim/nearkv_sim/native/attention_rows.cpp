@@ -53,16 +53,12 @@ std::uint16_t code_at(const std::uint8_t* codes, std::size_t index) {
     return code;
 }
 
-using Magnitudes = std::int16_t __attribute__((vector_size(16)));
+using LineCodes = std::int16_t __attribute__((vector_size(kLineBytes)));
+constexpr std::size_t kLineLanes = kLineBytes / 2;
 
-// Eight elements as doubles; `peaks` are the largest magnitudes so far.
-Doubles decoded(Codes codes, const ToDouble& convert, Magnitudes& peaks) {
-    const Codes magnitudes = codes & kMagnitudeMask;
-    const auto comparable = reinterpret_cast<Magnitudes>(magnitudes);
-    peaks = comparable > peaks ? comparable : peaks;
-    const Words wide = __builtin_convertvector(magnitudes, Words) << convert.shift;
-    const Words sign = __builtin_convertvector(codes ^ magnitudes, Words) << 48;
-    return doubles(words(doubles(wide) * convert.scale) | sign);
+// Eight elements as doubles; what stands for no number becomes some number.
+Doubles decoded(const std::uint8_t* codes, const ToDouble& convert) {
+    return doubles((extended(codes) << convert.shift) & convert.kept) * convert.scale;
 }
 
 std::size_t lines_of(std::size_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes; }
@@ -84,10 +80,11 @@ RowWorker::RowWorker(const std::uint8_t* image, const Job& job, Partial& into)
       k_(kBlockRows * k_blocks_),
       v_(kBlockRows * v_blocks_) {
     const auto dim = static_cast<std::size_t>(job.head_dim);
+    const ToDouble convert(kFormats[job.query_format]);
     for (std::size_t query = 0; query < static_cast<std::size_t>(job.group); query++) {
         const std::uint8_t* codes = image + static_cast<std::size_t>(job.query_line) * kLineBytes + query * k_bytes_;
         Box<Doubles>* values = &q_[query * k_blocks_];
-        const Decoded decoded = decode(codes, kFormats[job.query_format], dim, values, 1);
+        const Decoded decoded = decode(codes, convert, dim, values, 1);
         queries_.push_back({codes, values, decoded.peak, decoded.special});
     }
 }
@@ -95,7 +92,9 @@ RowWorker::RowWorker(const std::uint8_t* image, const Job& job, Partial& into)
 void RowWorker::add(std::int64_t begin, std::int64_t end) {
     while (begin < end) {
         const std::int64_t until = std::min(begin + static_cast<std::int64_t>(kBlockRows), end);
-        load_block(begin, until, end);
+        load_block(begin, until);
+        next_ = until;
+        next_end_ = std::min(until + static_cast<std::int64_t>(kBlockRows), end);
         std::size_t first = 0;
         for (; first + kTileQueries <= queries_.size(); first += kTileQueries) work_tile<kTileQueries>(first);
         switch (queries_.size() - first) {
@@ -108,24 +107,30 @@ void RowWorker::add(std::int64_t begin, std::int64_t end) {
     }
 }
 
-// Elements of a row as doubles, eight at a time, `stride` values apart, zero beyond the row's end; what stands for no
-// number becomes some number.
-RowWorker::Decoded RowWorker::decode(const std::uint8_t* codes, const Format& format, std::size_t dim, Box<Doubles>* to,
-                                     std::size_t stride) {
-    const ToDouble convert(format);
-    Magnitudes peaks{};
-    const std::size_t whole = dim / kLanes;
-    for (std::size_t i = 0; i < whole; i++) {
-        to[i * stride].value = decoded(load<Codes>(codes + i * sizeof(Codes)), convert, peaks);
+// Elements of a row as doubles, eight at a time, `stride` values apart, zero beyond the row's end.
+[[gnu::always_inline]] inline RowWorker::Decoded RowWorker::decode(const std::uint8_t* codes, const ToDouble& convert,
+                                                                   std::size_t dim, Box<Doubles>* to,
+                                                                   std::size_t stride) {
+    LineCodes peaks{};
+    const auto add_line = [&](const std::uint8_t* line, std::size_t lanes) {
+        const LineCodes magnitudes = load<LineCodes>(line) & static_cast<std::int16_t>(kMagnitudeMask);
+        peaks = magnitudes > peaks ? magnitudes : peaks;
+#pragma GCC unroll 4
+        for (std::size_t lane = 0; lane < lanes; lane += kLanes) {
+            to->value = decoded(line + 2 * lane, convert);
+            to += stride;
+        }
+    };
+    for (std::size_t i = 0; i < dim / kLineLanes; i++) add_line(codes + i * kLineBytes, kLineLanes);
+    if (const std::size_t rest = dim % kLineLanes) {
+        std::array<std::uint8_t, kLineBytes> line{};
+        std::memcpy(line.data(), codes + dim / kLineLanes * kLineBytes, 2 * rest);
+        add_line(line.data(), rest);
     }
-    if (dim % kLanes) {
-        Codes rest{};
-        std::memcpy(&rest, codes + whole * sizeof(Codes), dim % kLanes * sizeof rest[0]);
-        to[whole * stride].value = decoded(rest, convert, peaks);
-    }
-    std::uint16_t peak = 0;
-    for (std::size_t i = 0; i < kLanes; i++) peak = std::max(peak, static_cast<std::uint16_t>(peaks[i]));
-    return {convert.magnitude(peak), is_special(format, peak)};
+    std::int16_t peak = 0;
+    for (std::size_t i = 0; i < kLineLanes; i++) peak = std::max(peak, peaks[i]);
+    const auto code = static_cast<std::uint16_t>(peak);
+    return {convert(code), code >= convert.infinity};
 }
 
 RowWorker::Row RowWorker::find_row(std::int64_t row) const {
@@ -136,18 +141,17 @@ RowWorker::Row RowWorker::find_row(std::int64_t row) const {
     return {k + slot * k_bytes_, k + (k_bytes_ << job_.page_rows_log2) + slot * v_bytes_, false, false};
 }
 
-// Decodes rows, and asks the memory for those of the next block, which end at `last`.
-void RowWorker::load_block(std::int64_t begin, std::int64_t end, std::int64_t last) {
+void RowWorker::load_block(std::int64_t begin, std::int64_t end) {
     rows_ = static_cast<std::size_t>(end - begin);
     padded_rows_ = (rows_ + kLanes - 1) / kLanes * kLanes;
+    const ToDouble k_convert(k_format_);
+    const ToDouble v_convert(v_format_);
+    const auto dim = static_cast<std::size_t>(job_.head_dim);
     for (std::size_t i = 0; i < rows_; i++) {
         const std::int64_t row = begin + static_cast<std::int64_t>(i);
-        const std::int64_t later = row + static_cast<std::int64_t>(kBlockRows);
-        if (later < last) prefetch(find_row(later));
         Row& its = row_[i] = find_row(row);
-        const auto dim = static_cast<std::size_t>(job_.head_dim);
-        const Decoded k = decode(its.k, k_format_, dim, &k_[i * k_blocks_], 1);
-        const Decoded v = decode(its.v, v_format_, into_.lanes(), &v_[i], kBlockRows);
+        const Decoded k = decode(its.k, k_convert, dim, &k_[i * k_blocks_], 1);
+        const Decoded v = decode(its.v, v_convert, into_.lanes(), &v_[i], kBlockRows);
         k_peak_[i] = k.peak;
         v_peak_[i] = v.peak;
         its.k_special = k.special;
@@ -160,6 +164,11 @@ void RowWorker::load_block(std::int64_t begin, std::int64_t end, std::int64_t la
     }
 }
 
+// Asks the memory for a share of the next block's rows, a few at a time: so many lines at once would stand in line.
+void RowWorker::prefetch_next(std::size_t rows) {
+    for (; rows > 0 && next_ < next_end_; rows--) prefetch(find_row(next_++));
+}
+
 void RowWorker::prefetch(const Row& row) const {
     for (std::size_t line = 0; line < k_bytes_; line += kLineBytes) __builtin_prefetch(row.k + line);
     for (std::size_t line = 0; line < v_bytes_; line += kLineBytes) __builtin_prefetch(row.v + line);
@@ -168,6 +177,7 @@ void RowWorker::prefetch(const Row& row) const {
 template <std::size_t Queries>
 void RowWorker::work_tile(std::size_t first) {
     dot_products<Queries>(first);
+    bool narrow = true;
     for (std::size_t tile = 0; tile < Queries; tile++) {
         const std::size_t query = first + tile;
         Weights& weights = weights_[tile];
@@ -177,9 +187,11 @@ void RowWorker::work_tile(std::size_t first) {
         double peak = 0;
         for (std::size_t i = 0; i < rows_; i++) peak = std::max(peak, weights.value[i] * v_peak_[i]);
         const std::int64_t lowest = queries_[query].lowest_top;
-        weights.settled = peak == 0 || (lowest != kNoTop && bin_of(peak) + weights.base <= lowest);
+        const std::int64_t exponent = exponent_of(peak) + kBinBits * weights.base;
+        weights.settled = peak == 0 || (lowest != kNoTop && exponent < kBinBits * (lowest + 1));
+        narrow &= peak == 0 || (lowest != kNoTop && exponent < kBinBits * (lowest - 1) + kDoubleFractionBits);
     }
-    add_values<Queries>(first);
+    narrow ? add_values<Queries, true>(first) : add_values<Queries, false>(first);
     for (std::size_t query = first; query < first + Queries; query++) {
         if (!weights_[query - first].settled) find_lowest_top(query);
     }
@@ -357,10 +369,12 @@ void RowWorker::add_weights(std::size_t query, Weights& weights) {
     }
 }
 
-template <std::size_t Queries>
+// `Narrow` is for blocks that `Limbs::add_narrow` can take.
+template <std::size_t Queries, bool Narrow>
 void RowWorker::add_values(std::size_t first) {
     for (std::size_t block = 0; block < v_blocks_; block++) {
         const Box<Doubles>* values = &v_[block * kBlockRows];
+        prefetch_next((kBlockRows + v_blocks_ - 1) / v_blocks_);
         Grid grid[Queries];
         Limbs limbs[Queries];
         const double* weight[Queries];
@@ -381,11 +395,19 @@ void RowWorker::add_values(std::size_t first) {
             const Doubles element = magnitude(value);
 #pragma GCC unroll 4
             for (std::size_t tile = 0; tile < Queries; tile++) {
-                limbs[tile].add(grid[tile], element, sign, all(weight[tile][i]));
+                if constexpr (Narrow) {
+                    limbs[tile].add_narrow(grid[tile], element, sign, all(weight[tile][i]));
+                } else {
+                    limbs[tile].add(grid[tile], element, sign, all(weight[tile][i]));
+                }
             }
         }
         for (std::size_t tile = 0; tile < Queries; tile++) {
-            limbs[tile].settle(grid[tile], padded_rows_, negatives);
+            if constexpr (Narrow) {
+                limbs[tile].settle_narrow(grid[tile], padded_rows_, negatives);
+            } else {
+                limbs[tile].settle(grid[tile], padded_rows_, negatives);
+            }
             LaneSums& sums = into_.numerators(first + tile)[block];
             sums.high += limbs[tile].high;
             sums.low += limbs[tile].low;

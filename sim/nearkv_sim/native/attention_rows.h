@@ -58,16 +58,17 @@ private:
     };
     enum class Fate { kNan, kDropped };
 
-    static Decoded decode(const std::uint8_t* codes, const Format& format, std::size_t dim, Box<Doubles>* to,
+    static Decoded decode(const std::uint8_t* codes, const ToDouble& convert, std::size_t dim, Box<Doubles>* to,
                           std::size_t stride);
     Row find_row(std::int64_t row) const;
-    void load_block(std::int64_t begin, std::int64_t end, std::int64_t last);
+    void load_block(std::int64_t begin, std::int64_t end);
+    void prefetch_next(std::size_t rows);
     void prefetch(const Row& row) const;
     template <std::size_t Queries>
     void work_tile(std::size_t first);
     template <std::size_t Queries>
     void dot_products(std::size_t first);
-    template <std::size_t Queries>
+    template <std::size_t Queries, bool Narrow>
     void add_values(std::size_t first);
     void find_scores(std::size_t query, const double* dots);
     void find_certain_scores(const Query& query, const double* dots, std::uint64_t* certain);
@@ -94,6 +95,8 @@ private:
     std::vector<Box<Doubles>> v_;  // [v_blocks][rows]
     std::vector<Query> queries_;
 
+    std::int64_t next_ = 0;  // rows from here on, up to next_end_, are not asked for yet
+    std::int64_t next_end_ = 0;
     std::size_t rows_ = 0;
     std::size_t padded_rows_ = 0;
     std::array<Row, kBlockRows> row_;

@@ -19,10 +19,6 @@ constexpr std::uint16_t infinity_of(const Format& format) {
     return static_cast<std::uint16_t>(((1 << format.exponent_bits) - 1) << format.fraction_bits);
 }
 
-inline bool is_special(const Format& format, std::uint16_t code) {
-    return (code & kMagnitudeMask) >= infinity_of(format);
-}
-
 inline bool is_nan(const Format& format, std::uint16_t code) { return (code & kMagnitudeMask) > infinity_of(format); }
 
 inline bool is_infinite(const Format& format, std::uint16_t code) {
@@ -40,19 +36,24 @@ inline Number element_number(const Format& format, std::uint16_t code) {
     return {is_negative(code), static_cast<std::uint64_t>(significand), std::max(field, 1) - format.exponent_bias};
 }
 
-// How a finite element becomes a float64: its magnitude, shifted into the place of a double's, times a power of two.
+// How a finite element becomes a float64: its code, shifted so that its fraction ends where a double's does, times a power
+// of two.
 struct ToDouble {
     explicit ToDouble(const Format& format)
         : shift(52 - format.fraction_bits),
+          kept(std::uint64_t{1} << 63 | std::uint64_t{kMagnitudeMask} << shift),
           scale(std::bit_cast<double>(
-              static_cast<std::uint64_t>(2 * 1023 - format.exponent_bias + format.fraction_bits) << 52)) {}
+              static_cast<std::uint64_t>(2 * 1023 - format.exponent_bias + format.fraction_bits) << 52)),
+          infinity(infinity_of(format)) {}
 
-    double magnitude(std::uint16_t code) const {
-        return std::bit_cast<double>(static_cast<std::uint64_t>(code & kMagnitudeMask) << shift) * scale;
+    double operator()(std::uint16_t magnitude) const {
+        return std::bit_cast<double>(std::uint64_t{magnitude} << shift) * scale;
     }
 
     int shift;
+    std::uint64_t kept;  // bits of a code that was extended by its sign and then shifted
     double scale;
+    std::uint16_t infinity;
 };
 
 }  // namespace nearkv

@@ -10,6 +10,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors pass between functions of one library only
 
 namespace nearkv {
@@ -18,7 +22,6 @@ constexpr std::size_t kLanes = 8;
 using Doubles = double __attribute__((vector_size(64)));
 using Words = std::uint64_t __attribute__((vector_size(64)));
 using Integers = std::int64_t __attribute__((vector_size(64)));
-using Codes = std::uint16_t __attribute__((vector_size(16)));
 
 constexpr std::uint64_t kSignBit = std::uint64_t{1} << 63;
 constexpr int kDoubleBias = 1023;
@@ -49,6 +52,16 @@ Vector load(const Element* from) {
 template <typename Vector, typename Element>
 void store(Element* to, const Vector& x) {
     std::memcpy(to, &x, sizeof x);
+}
+
+// Eight 16-bit elements, extended by their signs.
+inline Words extended(const std::uint8_t* elements) {
+#ifdef __AVX512F__  // GCC takes eight scalar conversions otherwise
+    return reinterpret_cast<Words>(_mm512_maskz_cvtepi16_epi64(0xFF, load<__m128i>(elements)));
+#else
+    using Codes = std::int16_t __attribute__((vector_size(16)));
+    return reinterpret_cast<Words>(__builtin_convertvector(load<Codes>(elements), Integers));
+#endif
 }
 
 // 2^exponent, within a double's normal range.
@@ -109,6 +122,20 @@ struct Limbs {
         const Words times = rows - 2 * negatives;
         high += negatives - words(grid.high) * times;
         low += negatives - words(grid.low) * times;
+    }
+
+    // `add` for terms that are below 2^52 steps of the low grid: both limbs lie in one double then.
+    [[gnu::always_inline]] void add_narrow(const Grid& grid, Doubles element, Words sign, Doubles weight) {
+        const Words both = words(grid.low + element * weight) ^ sign;
+        high += both >> 32;
+        low += both;
+    }
+
+    // `settle` after `add_narrow`.
+    void settle_narrow(const Grid& grid, std::uint64_t rows, Words negatives) {
+        const Words times = rows - 2 * negatives;
+        high -= (words(grid.low) >> 32) * times + negatives * 0xFFFFFFFF;
+        low += negatives - words(grid.low) * times - (high << 32);
     }
 };
 
