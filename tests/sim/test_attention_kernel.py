@@ -1,11 +1,14 @@
-"""The model device's C++ kernel under the sanitizers of addresses, undefined behaviour and threads."""
+"""The model device's C++ kernel under sanitizers, and for processors with narrower registers."""
 
+import platform
 import secrets
 import subprocess
 from pathlib import Path
 
 import pytest
-from nearkv_sim.model.native import attention_header
+from contract_cases import seed_of_run
+from kernel_cases import batch, check_against_reference, new_memory
+from nearkv_sim.model.native import attention_header, load_kernel
 from nearkv_sim.verilate import NATIVE
 
 CHECK = Path(__file__).with_name("attention_check.cpp")
@@ -32,3 +35,14 @@ def test_random_memory_under_sanitizers(tmp_path, sanitizers):
     seed = secrets.randbits(32)
     done = subprocess.run([program, str(seed)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
+
+
+@pytest.mark.rtl
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of this one architecture")
+@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3"])
+def test_narrower_registers(level):
+    kernel = load_kernel(options=[f"-march={level}"])
+    memory, seed = new_memory(), seed_of_run()
+    for index in range(100):
+        given = batch(memory, f"{seed}/{index}", 10)
+        check_against_reference(kernel(given.work, memory), given)

@@ -28,6 +28,8 @@ _PART_ROWS = 4096
 _ROW_BYTES = KV_HEADS * HEAD_DIM * 2 * 2
 _WARM = 2
 _SPARE_BYTES = 64 << 20
+_NOTICED_BYTES = 256 << 20
+"""Contexts from here on are large beside what a process's heap keeps for itself."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def _one_length(rows: int, repeats: int, progress: Progress) -> Iterator[Figure]
             before = 0
             for k, v in _parts(rows):
                 kv.append(sequence, layer=0, k=k, v=v)
-                before = before or _resident_bytes("VmRSS")
+                before = before or _resident_bytes("VmRSS")  # with what every process needs
 
             def attend() -> torch.Tensor:
                 out = kv.attend([sequence], layer=0, q=queries)
@@ -90,7 +92,7 @@ def _one_length(rows: int, repeats: int, progress: Progress) -> Iterator[Figure]
             growth = _resident_bytes("VmHWM") - before
             progress.tell(f"{rows:,} rows: attend beside torch")
             yield from _beside_torch(rows, repeats, queries, attend, about)
-            if before and rows > 2 * _PART_ROWS:  # the first part brings with it what every process needs
+            if before and rows * _ROW_BYTES >= _NOTICED_BYTES:
                 yield Figure("memory_to_kv", growth / ((rows - _PART_ROWS) * _ROW_BYTES), "", about)
 
 

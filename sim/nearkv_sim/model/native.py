@@ -110,8 +110,13 @@ def attention_header() -> str:
     )
 
 
-def load_kernel(report: Report | None = None) -> Attend:
-    """The kernel, compiled unless the cache has it; `report` is told of that, by default the terminal.
+def load_kernel(report: Report | None = None, options: Sequence[str] = ()) -> Attend:
+    """The kernel, compiled unless the cache has it.
+
+    Parameters
+    ----------
+    report : told of that; by default the terminal.
+    options : more options of the compiler.
 
     Raises
     ------
@@ -121,7 +126,7 @@ def load_kernel(report: Report | None = None) -> Attend:
         name="attention",
         sources=[NATIVE / name for name in _SOURCES],
         generated={"attention_abi.h": attention_header()},
-        options=_OPTIONS,
+        options=[*_OPTIONS, *options],
         report=report,
     )
     function = _function(library)

@@ -9,9 +9,11 @@ or of the memory, a fence the memory's latency.
 from __future__ import annotations
 
 from fractions import Fraction
-from math import ceil
+from functools import cache
+from math import lcm
 
 from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi.config import Link
 from nearkv_hw.abi.link import RATES
 
 START_CYCLES = 60
@@ -22,10 +24,21 @@ PIPELINE_CYCLES = 60
 
 def link_cycles(config: DeviceConfig, *, reads: int = 0, writes: int = 0) -> int:
     """Cycles in which host accesses of one kind pass, many at a time."""
-    rate = RATES[config.link]
-    slots = reads * rate.flits.drs.value + writes * rate.flits.rwd.value
-    on_link = slots * config.clock_mhz * 10**6 / rate.slots_per_second
-    return ceil(max(on_link, Fraction(reads + writes, config.slices)))
+    read, write, unit = _cycles_on_link(config.link, config.clock_mhz)
+    on_link = -(-(reads * read + writes * write) // unit)
+    return max(on_link, -(-(reads + writes) // config.slices))
+
+
+@cache
+def _cycles_on_link(link: Link, clock_mhz: int) -> tuple[int, int, int]:
+    """Of a read and of a write, and the number that both are to be divided by."""
+    rate = RATES[link]
+    read, write = (
+        Fraction(slots * clock_mhz * 10**6 / rate.slots_per_second)
+        for slots in (rate.flits.drs.value, rate.flits.rwd.value)
+    )
+    unit = lcm(read.denominator, write.denominator)
+    return int(read * unit), int(write * unit), unit
 
 
 def start_cycles(config: DeviceConfig) -> int:

@@ -11,7 +11,7 @@
 
 namespace nearkv {
 
-// Sums of eight lanes.
+// Sums of a register's lanes.
 struct LaneSums {
     Integers top = Integers{} + kTopNone;
     Words high{};
@@ -50,7 +50,7 @@ public:
     // Where set, nothing else of the query has a meaning.
     bool nan(std::size_t query) const { return nan_[query] != 0; }
     void set_nan(std::size_t query) { nan_[query] = 1; }
-    // Lanes of a query, eight by eight.
+    // Lanes of a query, a register after the other.
     LaneSums* numerators(std::size_t query) { return &numerators_[query * blocks_]; }
     // A bit of kLane* for each special value that a lane has met.
     std::uint8_t& flags(std::size_t query, std::size_t lane) { return flags_[query * lanes_ + lane]; }

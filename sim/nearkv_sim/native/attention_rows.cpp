@@ -31,20 +31,22 @@ std::int64_t total(Words x) {
     return static_cast<std::int64_t>(sum);
 }
 
-#if __has_builtin(__builtin_shufflevector)
-#define NEARKV_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define NEARKV_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
-#endif
-
 // The sums over the lanes of four values.
 void store_totals(const Doubles (&x)[4], double* to) {
-    const Doubles a = NEARKV_SHUFFLE(x[0], x[1], 0, 8, 2, 10, 4, 12, 6, 14) +
-                      NEARKV_SHUFFLE(x[0], x[1], 1, 9, 3, 11, 5, 13, 7, 15);
-    const Doubles b = NEARKV_SHUFFLE(x[2], x[3], 0, 8, 2, 10, 4, 12, 6, 14) +
-                      NEARKV_SHUFFLE(x[2], x[3], 1, 9, 3, 11, 5, 13, 7, 15);
-    const Doubles c = NEARKV_SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + NEARKV_SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+#if defined(__AVX512F__) && __has_builtin(__builtin_shufflevector)
+    const Doubles a = __builtin_shufflevector(x[0], x[1], 0, 8, 2, 10, 4, 12, 6, 14) +
+                      __builtin_shufflevector(x[0], x[1], 1, 9, 3, 11, 5, 13, 7, 15);
+    const Doubles b = __builtin_shufflevector(x[2], x[3], 0, 8, 2, 10, 4, 12, 6, 14) +
+                      __builtin_shufflevector(x[2], x[3], 1, 9, 3, 11, 5, 13, 7, 15);
+    const Doubles c = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+                      __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
     for (std::size_t i = 0; i < 4; i++) to[i] = c[i] + c[i + 4];
+#else
+    for (std::size_t i = 0; i < 4; i++) {
+        to[i] = 0;
+        for (std::size_t lane = 0; lane < kLanes; lane++) to[i] += x[i][lane];
+    }
+#endif
 }
 
 std::uint16_t code_at(const std::uint8_t* codes, std::size_t index) {
@@ -53,10 +55,10 @@ std::uint16_t code_at(const std::uint8_t* codes, std::size_t index) {
     return code;
 }
 
-using LineCodes = std::int16_t __attribute__((vector_size(kLineBytes)));
+using Magnitudes = std::int16_t __attribute__((vector_size(kVectorBytes)));
 constexpr std::size_t kLineLanes = kLineBytes / 2;
 
-// Eight elements as doubles; what stands for no number becomes some number.
+// Elements as doubles; what stands for no number becomes some number.
 Doubles decoded(const std::uint8_t* codes, const ToDouble& convert) {
     return doubles((extended(codes) << convert.shift) & convert.kept) * convert.scale;
 }
@@ -107,14 +109,16 @@ void RowWorker::add(std::int64_t begin, std::int64_t end) {
     }
 }
 
-// Elements of a row as doubles, eight at a time, `stride` values apart, zero beyond the row's end.
+// Elements of a row as doubles, kLanes at a time, `stride` values apart, zero beyond the row's end.
 [[gnu::always_inline]] inline RowWorker::Decoded RowWorker::decode(const std::uint8_t* codes, const ToDouble& convert,
                                                                    std::size_t dim, Box<Doubles>* to,
                                                                    std::size_t stride) {
-    LineCodes peaks{};
+    Magnitudes peaks{};
     const auto add_line = [&](const std::uint8_t* line, std::size_t lanes) {
-        const LineCodes magnitudes = load<LineCodes>(line) & static_cast<std::int16_t>(kMagnitudeMask);
-        peaks = magnitudes > peaks ? magnitudes : peaks;
+        for (std::size_t at = 0; at < kLineBytes; at += kVectorBytes) {
+            const Magnitudes some = load<Magnitudes>(line + at) & static_cast<std::int16_t>(kMagnitudeMask);
+            peaks = some > peaks ? some : peaks;
+        }
 #pragma GCC unroll 4
         for (std::size_t lane = 0; lane < lanes; lane += kLanes) {
             to->value = decoded(line + 2 * lane, convert);
@@ -128,7 +132,7 @@ void RowWorker::add(std::int64_t begin, std::int64_t end) {
         add_line(line.data(), rest);
     }
     std::int16_t peak = 0;
-    for (std::size_t i = 0; i < kLineLanes; i++) peak = std::max(peak, peaks[i]);
+    for (std::size_t i = 0; i < kVectorBytes / 2; i++) peak = std::max(peak, peaks[i]);
     const auto code = static_cast<std::uint16_t>(peak);
     return {convert(code), code >= convert.infinity};
 }
@@ -143,7 +147,7 @@ RowWorker::Row RowWorker::find_row(std::int64_t row) const {
 
 void RowWorker::load_block(std::int64_t begin, std::int64_t end) {
     rows_ = static_cast<std::size_t>(end - begin);
-    padded_rows_ = (rows_ + kLanes - 1) / kLanes * kLanes;
+    padded_rows_ = (rows_ + kRowStep - 1) / kRowStep * kRowStep;
     const ToDouble k_convert(k_format_);
     const ToDouble v_convert(v_format_);
     const auto dim = static_cast<std::size_t>(job_.head_dim);
@@ -282,7 +286,7 @@ std::int64_t RowWorker::exact_score(const Query& query, std::size_t row) const {
     for (std::size_t block = 0; block < k_blocks_; block++) {
         const Doubles term = query.values[block].value * k[block].value;
         const Words sign = sign_mask(term);
-        limbs.add(grid, magnitude(term), sign, all(1.0));
+        limbs.add(grid, magnitude(term), sign, 1.0);
         negatives -= sign;
     }
     limbs.settle(grid, k_blocks_, negatives);
@@ -360,7 +364,7 @@ void RowWorker::add_weights(std::size_t query, Weights& weights) {
     const Grid grid(Integers{} + bin);
     Limbs limbs;
     for (std::size_t i = 0; i < padded_rows_; i += kLanes) {
-        limbs.add(grid, all(1.0), Words{}, load<Doubles>(&weights.value[i]));
+        limbs.add(grid, load<Doubles>(&weights.value[i]), Words{}, 1.0);
     }
     limbs.settle(grid, padded_rows_ / kLanes, Words{});
     into_.denominator(query).merge({bin + weights.base, total(limbs.high), total(limbs.low)});
@@ -396,9 +400,9 @@ void RowWorker::add_values(std::size_t first) {
 #pragma GCC unroll 4
             for (std::size_t tile = 0; tile < Queries; tile++) {
                 if constexpr (Narrow) {
-                    limbs[tile].add_narrow(grid[tile], element, sign, all(weight[tile][i]));
+                    limbs[tile].add_narrow(grid[tile], element, sign, weight[tile][i]);
                 } else {
-                    limbs[tile].add(grid[tile], element, sign, all(weight[tile][i]));
+                    limbs[tile].add(grid[tile], element, sign, weight[tile][i]);
                 }
             }
         }

@@ -16,6 +16,8 @@
 namespace nearkv {
 
 constexpr std::size_t kBlockRows = 32;
+// Blocks are filled up with rows of zeros to a multiple of this.
+constexpr std::size_t kRowStep = 8;
 // Query heads that share what is loaded of a row.
 constexpr std::size_t kTileQueries = 4;
 constexpr std::int64_t kNoTop = std::numeric_limits<std::int64_t>::min();
@@ -85,7 +87,7 @@ private:
     Partial& into_;
     const Format& k_format_;
     const Format& v_format_;
-    std::size_t k_blocks_;  // of eight elements
+    std::size_t k_blocks_;  // of kLanes elements
     std::size_t v_blocks_;
     std::size_t k_bytes_;  // of a row, and of a query
     std::size_t v_bytes_;

@@ -1,7 +1,6 @@
-// Eight float64 lanes as one value, and the split of a term into the limbs of a binned sum.
+// A register's float64 lanes as one value, and the split of terms into the limbs of binned sums.
 //
-// Everything here runs with rounding toward zero. Vectors are the compiler's own extension: on a processor with narrower
-// registers one value takes several.
+// Everything here runs with rounding toward zero. Vectors are the compiler's own extension, as wide as the registers.
 #pragma once
 
 #include <bit>
@@ -18,10 +17,17 @@
 
 namespace nearkv {
 
-constexpr std::size_t kLanes = 8;
-using Doubles = double __attribute__((vector_size(64)));
-using Words = std::uint64_t __attribute__((vector_size(64)));
-using Integers = std::int64_t __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
+constexpr std::size_t kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr std::size_t kVectorBytes = 32;
+#else
+constexpr std::size_t kVectorBytes = 16;
+#endif
+constexpr std::size_t kLanes = kVectorBytes / sizeof(double);
+using Doubles = double __attribute__((vector_size(kVectorBytes)));
+using Words = std::uint64_t __attribute__((vector_size(kVectorBytes)));
+using Integers = std::int64_t __attribute__((vector_size(kVectorBytes)));
 
 constexpr std::uint64_t kSignBit = std::uint64_t{1} << 63;
 constexpr int kDoubleBias = 1023;
@@ -36,8 +42,6 @@ struct Box {
 inline Words words(Doubles x) { return reinterpret_cast<Words>(x); }
 inline Doubles doubles(Words x) { return reinterpret_cast<Doubles>(x); }
 inline Integers integers(Words x) { return reinterpret_cast<Integers>(x); }
-inline Doubles all(double x) { return Doubles{x, x, x, x, x, x, x, x}; }
-inline Words all(std::uint64_t x) { return Words{x, x, x, x, x, x, x, x}; }
 inline Doubles magnitude(Doubles x) { return doubles(words(x) & ~kSignBit); }
 // All ones where x is negative.
 inline Words sign_mask(Doubles x) { return reinterpret_cast<Words>(reinterpret_cast<Integers>(x) >> 63); }
@@ -54,12 +58,12 @@ void store(Element* to, const Vector& x) {
     std::memcpy(to, &x, sizeof x);
 }
 
-// Eight 16-bit elements, extended by their signs.
+// 16-bit elements, one to a lane, extended by their signs.
 inline Words extended(const std::uint8_t* elements) {
-#ifdef __AVX512F__  // GCC takes eight scalar conversions otherwise
+#ifdef __AVX512F__  // GCC converts one by one otherwise
     return reinterpret_cast<Words>(_mm512_maskz_cvtepi16_epi64(0xFF, load<__m128i>(elements)));
 #else
-    using Codes = std::int16_t __attribute__((vector_size(16)));
+    using Codes = std::int16_t __attribute__((vector_size(2 * kLanes)));
     return reinterpret_cast<Words>(__builtin_convertvector(load<Codes>(elements), Integers));
 #endif
 }
@@ -90,7 +94,7 @@ private:
     std::fenv_t before_;
 };
 
-// The two grids of eight sums' top bins. What is added to 2^52 grid steps keeps, rounded toward zero, its whole steps in
+// The two grids of sums' top bins. What is added to 2^52 grid steps keeps, rounded toward zero, its whole steps in
 // the low bits of the double.
 struct Grid {
     Grid() = default;
@@ -103,14 +107,14 @@ struct Grid {
     Doubles low;
 };
 
-// Limbs of eight sums. A term leaves what lies in its grid's double below it in the sum, too; `Grid` takes it out.
+// Limbs of sums. A term leaves what lies in its grid's double below it in the sum, too; `Grid` takes it out.
 struct Limbs {
     Words high{};
     Words low{};
 
     // Adds terms of magnitude `element` * `weight`, whose product is exact and below the top bin's end. `sign` is all
     // ones where a term is negative.
-    [[gnu::always_inline]] void add(const Grid& grid, Doubles element, Words sign, Doubles weight) {
+    [[gnu::always_inline]] void add(const Grid& grid, Doubles element, Words sign, double weight) {
         const Doubles upper = grid.high + element * weight;
         const Doubles rest = element * weight - (upper - grid.high);
         high += words(upper) ^ sign;
@@ -125,7 +129,7 @@ struct Limbs {
     }
 
     // `add` for terms that are below 2^52 steps of the low grid: both limbs lie in one double then.
-    [[gnu::always_inline]] void add_narrow(const Grid& grid, Doubles element, Words sign, Doubles weight) {
+    [[gnu::always_inline]] void add_narrow(const Grid& grid, Doubles element, Words sign, double weight) {
         const Words both = words(grid.low + element * weight) ^ sign;
         high += both >> 32;
         low += both;
