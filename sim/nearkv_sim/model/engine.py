@@ -120,6 +120,8 @@ class Engine:
 
     def _spoilt(self, job: Job, passes: list[int], pages: LineIndices) -> Mask:
         """Which pages, given by their first lines, have a visible row that cannot be corrected."""
+        if self.memory.intact:
+            return np.zeros(len(pages), np.bool_)
         shape = job.shape
         starts = (job.first_page + np.arange(len(pages))) << job.page_rows_log2
         begin = np.maximum(starts, job.row_begin) - starts
@@ -135,8 +137,8 @@ class Engine:
         rows = job.rows_of(job.first_page + np.arange(len(pages)))
         lines = rows * (shape.k_lines + shape.v_lines) * len(passes)
         counters.device["violations"] += int(lines[~self.memory.allowed(pages, job.tenant)].sum())
-        streamed = np.zeros(config.slices, dtype=np.int64)
-        np.add.at(streamed, self.memory.channels_of(pages), lines)
+        # as doubles, which hold the counts of 2^23 rows exactly
+        streamed = np.bincount(self.memory.channels_of(pages), lines, config.slices).astype(np.int64)
         busy = int(streamed.max())
         counters.channels["unit_lines"] += streamed
         counters.channels["unit_busy"] += busy

@@ -60,8 +60,11 @@ class Memory:
     def check(self, lines: LineIndices, tenant: int, counter: str = "fabric_reads") -> Mask:
         """Which lines the tenant may touch: counted as accesses, the others in the memory as violations."""
         allowed = self.allowed(lines, tenant)
-        self._counters.device["violations"] += int(np.count_nonzero(self._inside(lines) & ~allowed))
-        channels = self.channels_of(lines[allowed])
+        touched = lines
+        if not allowed.all():
+            self._counters.device["violations"] += int(np.count_nonzero(self._inside(lines) & ~allowed))
+            touched = lines[allowed]
+        channels = self.channels_of(touched)
         self._counters.channels[counter] += np.bincount(channels, minlength=self._channels)
         return allowed
 
@@ -102,6 +105,11 @@ class Memory:
         flipped ^= set(bits)
         if not flipped:
             del self._flipped[line]
+
+    @property
+    def intact(self) -> bool:
+        """Whether no bit of any line is inverted."""
+        return not self._flipped
 
     def poisoned(self, lines: LineIndices) -> Mask:
         """Which of the lines, each read once, cannot be corrected; counted, as the corrected ones are."""

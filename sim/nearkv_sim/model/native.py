@@ -19,6 +19,7 @@ from nearkv_hw.abi.memory import (
     LANE_NEGATIVE_INFINITY,
     LANE_POSITIVE_INFINITY,
     QUERY_NAN,
+    ResultLayout,
 )
 
 from ..compiled import compiled_library
@@ -147,32 +148,43 @@ def _function(library: Path) -> Callable[..., int]:
 
 def _attend(function: Callable[..., int], work: Sequence[Work], memory: Memory) -> list[Lines]:
     """The results of jobs, in their order, on as many threads as torch would use."""
-    layouts = [job.shape.result for job, _ in work]
+    places = [_result_places(job.shape.value_dim, job.shape.form) for job, _ in work]
     ends = [
         0,
-        *accumulate(job.shape.group * layout.lines for (job, _), layout in zip(work, layouts, strict=True)),
+        *accumulate(job.shape.group * lines for (job, _), (lines, _) in zip(work, places, strict=True)),
     ]
     out = np.empty((ends[-1], LINE_BYTES), dtype=np.uint8)
-    jobs = np.zeros(len(work), dtype=JOB)
-    kept = []
-    for index, ((job, pages), layout) in enumerate(zip(work, layouts, strict=True)):
+    address = out.ctypes.data
+    rows, kept = [], []
+    for (job, pages), (lines, planes), begin in zip(work, places, ends[:-1], strict=True):
         shape = job.shape
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         kept.append(pages)  # alive until the kernel is done
-        planes = [plane * LINE_BYTES for plane in accumulate(layout.planes)]
-        high, low, flags = planes[:3] if shape.form is OutputForm.PARTIAL else (0, 0, 0)
-        jobs[index] = (
-            *(pages.ctypes.data, out.ctypes.data + ends[index] * LINE_BYTES),
-            *(job.row_begin, job.row_end, job.query_line, -1 if job.sink_line is None else job.sink_line),
-            *(layout.lines * LINE_BYTES, job.factor, job.page_rows_log2),
-            *(shape.head_dim, shape.value_dim, shape.group),
-            *(shape.k_format, shape.v_format, shape.query_format, shape.form),
-            *(high, low, flags, planes[-1]),
+        rows.append(
+            (
+                *(pages.__array_interface__["data"][0], address + begin * LINE_BYTES),
+                *(job.row_begin, job.row_end),
+                *(job.query_line, -1 if job.sink_line is None else job.sink_line),
+                *(lines * LINE_BYTES, job.factor, job.page_rows_log2),
+                *(shape.head_dim, shape.value_dim, shape.group),
+                *(shape.k_format, shape.v_format, shape.query_format, shape.form),
+                *planes,
+            )
         )
+    jobs = np.array(rows, dtype=JOB)
     status = function(memory.lines.ctypes.data, jobs.ctypes.data, len(work), torch.get_num_threads())
     if status:
         raise MemoryError("the attention kernel has no memory for its sums")
     return [out[begin:end] for begin, end in pairwise(ends)]
+
+
+@cache
+def _result_places(value_dim: int, form: OutputForm) -> tuple[int, tuple[int, int, int, int]]:
+    """Lines of a query head's result, and where its high, low, flags and denominator begin."""
+    layout = ResultLayout(value_dim, form)
+    ends = [lines * LINE_BYTES for lines in accumulate(layout.planes)]
+    high, low, flags = ends[:3] if form is OutputForm.PARTIAL else (0, 0, 0)
+    return layout.lines, (high, low, flags, ends[-1])
 
 
 def _constant_type(value: int) -> str:

@@ -174,14 +174,15 @@ class _Places:
     window: Mask
 
     def __init__(self, addresses: Addresses, config: DeviceConfig) -> None:
-        apertures, offsets = np.divmod(addresses, np.uint64(config.aperture_bytes))
-        inside = apertures < config.apertures
-        self.apertures = apertures.astype(np.int64)
-        self.offsets = offsets.astype(np.int64)
+        places = addresses.astype(np.int64)  # of at most 52 bits
+        self.apertures, self.offsets = np.divmod(places, config.aperture_bytes)
+        inside = self.apertures < config.apertures
         self.memory = inside & (self.offsets < config.capacity_bytes)
         self.window = inside & ~self.memory & (self.offsets < config.capacity_bytes + WINDOW_BYTES)
 
     def tenants(self, which: Mask) -> list[int]:
         """The apertures of some of the places."""
-        found: list[int] = np.unique(self.apertures[which]).tolist()
-        return found
+        apertures = self.apertures[which]
+        if not len(apertures) or (apertures == apertures[0]).all():
+            return [int(aperture) for aperture in apertures[:1]]
+        return [int(aperture) for aperture in np.unique(apertures)]
