@@ -60,7 +60,9 @@ def test_bench_names_its_results():
     assert all(r["value"] > 0 and r["unit"] and r["config"]["channels"] == 2 for r in results)
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["info"], ["replay"], ["bench"], ["bench", "sim"]])
+@pytest.mark.parametrize(
+    "command", [[], ["doctor"], ["info"], ["replay"], ["bench"], ["bench", "sim"], ["bench", "model"]]
+)
 def test_every_command_has_help(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
