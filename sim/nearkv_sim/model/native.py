@@ -61,7 +61,7 @@ _CPP_TYPES = {"u4": "std::uint32_t", "i4": "std::int32_t", "i8": "std::int64_t"}
 _CPP_POINTERS = {"pages": "const std::int64_t*", "result": "std::uint8_t*"}
 _SOURCES = ("attention.cpp", "attention_rows.cpp", "attention_partial.cpp")
 # Every rounding of a double is the kernel's own; contraction is safe, because each product is exact.
-_OPTIONS = ("-O3", "-frounding-math", "-ffp-contract=fast", "-mprefer-vector-width=512", "-pthread")
+_OPTIONS = ("-O3", "-frounding-math", "-ffp-contract=fast", "-pthread")
 
 
 def attention_header() -> str:

@@ -256,7 +256,8 @@ void RowWorker::find_certain_scores(const Query& query, const double* dots, std:
         const Doubles peak = query.peak * load<Doubles>(&k_peak_[i]);  // no product is larger
         const Integers exponent = integers(words(peak) >> kDoubleFractionBits) - kDoubleBias;
         const Integers top = (exponent > kNoExponent ? exponent : Integers{} + kNoExponent) >> kBinShift;
-        const Doubles grid = doubles(reinterpret_cast<Words>(((top - 1) * kBinBits + kDoubleBias) << kDoubleFractionBits));
+        const Integers step = ((top - 1) * kBinBits + kDoubleBias) << kDoubleFractionBits;
+        const Doubles grid = doubles(reinterpret_cast<Words>(step));
         const Doubles error = terms * grid + rounding * peak;
         const Doubles low = doubles(words(dot - error) & kKept) * factor;
         const Doubles high = doubles(words(dot + error) & kKept) * factor;

@@ -36,8 +36,8 @@ inline Number element_number(const Format& format, std::uint16_t code) {
     return {is_negative(code), static_cast<std::uint64_t>(significand), std::max(field, 1) - format.exponent_bias};
 }
 
-// How a finite element becomes a float64: its code, shifted so that its fraction ends where a double's does, times a power
-// of two.
+// How a finite element becomes a float64: its code, shifted so that its exponent begins where a double's does, times a
+// power of two.
 struct ToDouble {
     explicit ToDouble(const Format& format)
         : shift(52 - format.fraction_bits),

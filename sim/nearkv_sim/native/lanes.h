@@ -19,7 +19,7 @@ namespace nearkv {
 
 #if defined(__AVX512F__)
 constexpr std::size_t kVectorBytes = 64;
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
 constexpr std::size_t kVectorBytes = 32;
 #else
 constexpr std::size_t kVectorBytes = 16;
