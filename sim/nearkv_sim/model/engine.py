@@ -136,7 +136,9 @@ class Engine:
         config, shape, counters = self._config, job.shape, self._counters
         rows = job.rows_of(job.first_page + np.arange(len(pages)))
         lines = rows * (shape.k_lines + shape.v_lines) * len(passes)
-        counters.device["violations"] += int(lines[~self.memory.allowed(pages, job.tenant)].sum())
+        allowed = self.memory.allowed(pages, job.tenant)
+        if not allowed.all():
+            counters.device["violations"] += int(lines[~allowed].sum())
         # as doubles, which hold the counts of 2^23 rows exactly
         streamed = np.bincount(self.memory.channels_of(pages), lines, config.slices).astype(np.int64)
         busy = int(streamed.max())
