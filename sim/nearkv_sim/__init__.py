@@ -33,6 +33,7 @@ def open_port(
     *,
     trace: bool = False,
     seed: int | None = None,
+    kernel: str | None = None,
     report: Report | None = None,
     **overrides: Any,
 ) -> Port:
@@ -44,15 +45,17 @@ def open_port(
     trace : build the RTL with waveforms, so that the port's `start_wave` works.
     seed : of what the cocotb device, and no other, does at random; by default a new one, which its errors
         name.
-    report : takes a line per step of a build, of which the model has none; by default the terminal shows
-        them.
+    kernel : of the model device, and no other: "native" (compiled C++) or "torch", with the same bits. By
+        default that of the environment variable NEARKV_KERNEL, else native where there is a C++ compiler.
+    report : takes a line per step of a build; by default the terminal shows them.
     overrides : fields of `nearkv_hw.abi.DeviceConfig`.
 
     Raises
     ------
     ValueError : an unknown kind, preset or field, a value out of range, or an option that the kind does not
         have.
-    BuildError, ToolMissing : the RTL could not be built: what failed, or what is missing and how to get it.
+    BuildError, ToolMissing : the RTL, or the kernel that was asked for, could not be built: what failed, or
+        what is missing and how to get it.
     """
     kind, preset = kind_and_preset(spec)
     config = configure(preset, **overrides)
@@ -60,10 +63,12 @@ def open_port(
         raise ValueError("trace=True: the model has no signals to record; open rtl or cocotb for a wave")
     if seed is not None and kind != "cocotb":
         raise ValueError(f"seed={seed!r}: only the cocotb device does anything at random, not {kind}")
+    if kernel is not None and kind != "model":
+        raise ValueError(f"kernel={kernel!r}: only the model device has kernels, not {kind}")
     if kind == "model":
         from .model import ModelPort
 
-        return ModelPort(config)
+        return ModelPort(config, kernel=kernel, report=report)
     if kind == "rtl":
         from .rtl import RtlPort
 

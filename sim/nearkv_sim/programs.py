@@ -15,6 +15,7 @@ from .port import Fence, Operation, Poll, Program, Read, Write
 
 _ADDRESS_BITS = M2S_REQ["address"].width + LINE_SHIFT
 """What a message carries; a longer address would reach another line."""
+_NO_ADDRESS_BITS = np.uint64((1 << 64) - (1 << _ADDRESS_BITS) + LINE_BYTES - 1)
 
 
 def checked(program: Program) -> list[Operation]:
@@ -86,12 +87,10 @@ def _addresses(addresses: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     array = np.ascontiguousarray(addresses, dtype=np.uint64)
     if array.ndim != 1:
         raise ValueError(f"addresses must have one dimension, not {array.ndim}")
+    if not (array & _NO_ADDRESS_BITS).any():
+        return array
     misaligned = array % LINE_BYTES != 0
     if misaligned.any():
         raise ValueError(f"addresses must be multiples of {LINE_BYTES}, not {int(array[misaligned][0]):#x}")
     beyond = array >> np.uint64(_ADDRESS_BITS) != 0
-    if beyond.any():
-        raise ValueError(
-            f"addresses must have at most {_ADDRESS_BITS} bits, not be {int(array[beyond][0]):#x}"
-        )
-    return array
+    raise ValueError(f"addresses must have at most {_ADDRESS_BITS} bits, not be {int(array[beyond][0]):#x}")

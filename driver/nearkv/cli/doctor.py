@@ -21,14 +21,17 @@ def doctor(
 ) -> None:
     """Say what of the toolchain is there, what is missing, and the command that installs it.
 
+    The model device needs none of it: without a C++ compiler torch computes its attention, with the same bits
+    and far slower.
+
     Exit status 1 when something is missing that the asked device cannot do without.
     """
-    from nearkv_sim import KINDS
-    from nearkv_sim.toolchain import survey
+    from nearkv_sim import KINDS, toolchain
+    from nearkv_sim.model import kernels
 
     if device not in KINDS:
         raise typer.BadParameter(f"unknown device {device!r}; there are {', '.join(KINDS)}")
-    tools = survey()
+    tools = [*toolchain.survey(), kernels.survey()]
     missing = [tool for tool in tools if tool.found is None]
     required = [] if device in _ON_OWN_FEET else [tool for tool in missing if not tool.optional]
     if as_json:

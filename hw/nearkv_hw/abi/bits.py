@@ -83,12 +83,14 @@ class Layout:
                 raise ValueError(f"layout {name} has two fields named {field.name}")
             self._offsets[field.name] = offset
             offset += field.width
+        self._fields = {field.name: field for field in fields}
+        self._reserved_mask = sum(((1 << f.width) - 1) << self._offsets[f.name] for f in fields if f.reserved)
 
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
 
     def __getitem__(self, name: str) -> Field:
-        return next(field for field in self.fields if field.name == name)
+        return self._fields[name]
 
     def offset(self, name: str) -> int:
         """The position of a field's lowest bit."""
@@ -102,7 +104,7 @@ class Layout:
                 raise ValueError(
                     f"layout {self.name} has no field {name!r}; it has {', '.join(self._offsets)}"
                 )
-            record |= self[name].encode(int(value)) << self._offsets[name]
+            record |= self._fields[name].encode(int(value)) << self._offsets[name]
         return record
 
     def pack_bytes(self, values: Mapping[str, int] | None = None, /, **more: int) -> bytes:
@@ -117,4 +119,4 @@ class Layout:
 
     def reserved_mask(self) -> int:
         """A mask of the bits that must be zero."""
-        return sum(((1 << f.width) - 1) << self._offsets[f.name] for f in self.fields if f.reserved)
+        return self._reserved_mask

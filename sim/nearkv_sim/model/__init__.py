@@ -1,4 +1,4 @@
-"""The device in software: same descriptors, same memory image, same bits, no compiler."""
+"""The device in software: same descriptors, same memory image, same bits, with a compiler or without."""
 
 from .port import ModelPort
 

@@ -10,8 +10,9 @@ from nearkv_hw.abi.descriptor import ATTEND, CLAIM, COMPLETION, DESCRIPTOR_VERSI
 from nearkv_hw.abi.window import completion_phase
 
 from ..port import Lines
-from . import attention, timing
+from . import timing
 from .counters import Counters
+from .kernels import Attend
 from .memory import LineIndices, Mask, Memory
 from .walker import Job, Refusal, Walk, admit, check, read_queries, walk
 from .window import CommandWindow
@@ -42,16 +43,18 @@ class Engine:
     Parameters
     ----------
     config, counters : the device's.
+    attend : what computes jobs.
 
     Members
     -------
     memory : the device's memory.
     """
 
-    def __init__(self, config: DeviceConfig, counters: Counters) -> None:
+    def __init__(self, config: DeviceConfig, counters: Counters, attend: Attend) -> None:
         self.memory = Memory(config, counters)
         self._config = config
         self._counters = counters
+        self._attend = attend
 
     def serve(self, window: CommandWindow) -> None:
         """Do everything that is posted in a window's ring.
@@ -117,6 +120,8 @@ class Engine:
 
     def _spoilt(self, job: Job, passes: list[int], pages: LineIndices) -> Mask:
         """Which pages, given by their first lines, have a visible row that cannot be corrected."""
+        if self.memory.intact:
+            return np.zeros(len(pages), np.bool_)
         shape = job.shape
         starts = (job.first_page + np.arange(len(pages))) << job.page_rows_log2
         begin = np.maximum(starts, job.row_begin) - starts
@@ -131,9 +136,11 @@ class Engine:
         config, shape, counters = self._config, job.shape, self._counters
         rows = job.rows_of(job.first_page + np.arange(len(pages)))
         lines = rows * (shape.k_lines + shape.v_lines) * len(passes)
-        counters.device["violations"] += int(lines[~self.memory.allowed(pages, job.tenant)].sum())
-        streamed = np.zeros(config.slices, dtype=np.int64)
-        np.add.at(streamed, self.memory.channels_of(pages), lines)
+        allowed = self.memory.allowed(pages, job.tenant)
+        if not allowed.all():
+            counters.device["violations"] += int(lines[~allowed].sum())
+        # as doubles, which hold the counts of 2^23 rows exactly
+        streamed = np.bincount(self.memory.channels_of(pages), lines, config.slices).astype(np.int64)
         counters.channels["unit_lines"] += streamed
         counters.channels["unit_busy"] += streamed
         for queries in passes:
@@ -158,7 +165,7 @@ class Engine:
     def _finish(self, tasks: list[_Task], window: CommandWindow) -> None:
         """Compute and write the results of good jobs, then write every record, in order."""
         good = [(task, (task.job, task.pages)) for task in tasks if task.job and task.pages is not None]
-        results = attention.attend([work for _, work in good], self.memory)
+        results = self._attend([work for _, work in good], self.memory)
         for (task, (job, _)), lines in zip(good, results, strict=True):
             self._write(task, job, lines)
         for task in tasks:

@@ -48,20 +48,26 @@ class Memory:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         image = mmap.mmap(-1, config.capacity_bytes, flags=flags)
         self.lines: Lines = np.frombuffer(image, dtype=np.uint8).reshape(-1, LINE_BYTES)
-        self.owners = np.full(config.extents, NOBODY, dtype=np.int8)
+        self._owners = np.full(config.extents + 1, NOBODY, dtype=np.int8)
+        self.owners = self._owners[:-1]  # the last one stands for whatever lies beyond the memory
         self._flipped: dict[int, set[int]] = {}
         self._channels = config.slices
         self._counters = counters
 
     def allowed(self, lines: LineIndices, tenant: int) -> Mask:
         """Which lines the tenant may touch; nothing is counted."""
-        return self._inside(lines) & self._owned(lines, tenant)
+        owned: Mask = self._owners[np.minimum(lines >> EXTENT_LINES_SHIFT, len(self.owners))] == tenant
+        return owned
 
     def check(self, lines: LineIndices, tenant: int, counter: str = "fabric_reads") -> Mask:
         """Which lines the tenant may touch: counted as accesses, the others in the memory as violations."""
         allowed = self.allowed(lines, tenant)
-        self._counters.device["violations"] += int(np.count_nonzero(self._inside(lines) & ~allowed))
-        channels = self.channels_of(lines[allowed])
+        touched = lines
+        if not allowed.all():
+            violations = ~allowed & (lines < len(self.lines))
+            self._counters.device["violations"] += int(np.count_nonzero(violations))
+            touched = lines[allowed]
+        channels = self.channels_of(touched)
         self._counters.channels[counter] += np.bincount(channels, minlength=self._channels)
         return allowed
 
@@ -102,6 +108,11 @@ class Memory:
         flipped ^= set(bits)
         if not flipped:
             del self._flipped[line]
+
+    @property
+    def intact(self) -> bool:
+        """Whether no bit of any line is inverted."""
+        return not self._flipped
 
     def poisoned(self, lines: LineIndices) -> Mask:
         """Which of the lines, each read once, cannot be corrected; counted, as the corrected ones are."""
@@ -147,15 +158,6 @@ class Memory:
     def channels_of(self, lines: LineIndices) -> LineIndices:
         """The channel in which each line lies."""
         return (lines >> EXTENT_LINES_SHIFT) % self._channels
-
-    def _inside(self, lines: LineIndices) -> Mask:
-        inside: Mask = lines < len(self.lines)
-        return inside
-
-    def _owned(self, lines: LineIndices, tenant: int) -> Mask:
-        extents = np.minimum(lines >> EXTENT_LINES_SHIFT, len(self.owners) - 1)
-        owned: Mask = self.owners[extents] == tenant
-        return owned
 
 
 def _correctable(flipped: set[int]) -> bool:

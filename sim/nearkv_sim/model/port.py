@@ -15,9 +15,11 @@ from nearkv_hw.abi.window import WINDOW_BYTES
 from ..events import ALL, CAPACITY, EventKind
 from ..port import Access, Addresses, DeviceTimeout, Fence, Poll, Program, Read, ReadResult, Write
 from ..programs import check_injection, checked
+from ..verilate import Report
 from . import timing
 from .counters import Counters
 from .engine import Engine
+from .kernels import choose
 from .memory import Mask, Memory, enabled_bytes
 from .window import CommandWindow
 
@@ -33,15 +35,27 @@ class ModelPort:
     Parameters
     ----------
     config : what the device is made of.
+    kernel, report : what computes its attention, and who hears of a build; see `kernels.choose`.
+
+    Members
+    -------
+    kernel : "native" or "torch".
+
+    Raises
+    ------
+    ValueError, ToolMissing, BuildError : as `kernels.choose` has them.
     """
 
     kind = "model"
 
-    def __init__(self, config: DeviceConfig) -> None:
+    def __init__(
+        self, config: DeviceConfig, *, kernel: str | None = None, report: Report | None = None
+    ) -> None:
         self.config = config
+        self.kernel, attend = choose(kernel, report)
         self._link_lines = 0
         self._counters = Counters(config)
-        self._engine: Engine | None = Engine(config, self._counters)
+        self._engine: Engine | None = Engine(config, self._counters, attend)
         self._windows = [CommandWindow(config, a, self._counters) for a in range(config.apertures)]
 
     def run(self, program: Program) -> list[ReadResult]:
@@ -161,14 +175,15 @@ class _Places:
     window: Mask
 
     def __init__(self, addresses: Addresses, config: DeviceConfig) -> None:
-        apertures, offsets = np.divmod(addresses, np.uint64(config.aperture_bytes))
-        inside = apertures < config.apertures
-        self.apertures = apertures.astype(np.int64)
-        self.offsets = offsets.astype(np.int64)
+        places = addresses.astype(np.int64)  # of at most 52 bits
+        self.apertures, self.offsets = np.divmod(places, config.aperture_bytes)
+        inside = self.apertures < config.apertures
         self.memory = inside & (self.offsets < config.capacity_bytes)
         self.window = inside & ~self.memory & (self.offsets < config.capacity_bytes + WINDOW_BYTES)
 
     def tenants(self, which: Mask) -> list[int]:
         """The apertures of some of the places."""
-        found: list[int] = np.unique(self.apertures[which]).tolist()
-        return found
+        apertures = self.apertures[which]
+        if not len(apertures) or (apertures == apertures[0]).all():
+            return [int(aperture) for aperture in apertures[:1]]
+        return [int(aperture) for aperture in np.unique(apertures)]

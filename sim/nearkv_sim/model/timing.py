@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
+from functools import cache
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig
-from nearkv_hw.abi.config import Placement
+from nearkv_hw.abi.config import Link, Placement
 from nearkv_hw.abi.dram import PARTS, Dram, DramPart, ceiling
 from nearkv_hw.abi.lines import lines_of
 from nearkv_hw.abi.link import RATES
@@ -225,10 +226,21 @@ def read_cycles(config: DeviceConfig) -> int:
 
 def link_cycles(config: DeviceConfig, *, reads: int = 0, writes: int = 0) -> int:
     """Cycles in which host accesses of one kind pass, many at a time."""
-    rate = RATES[config.link]
-    slots = reads * rate.flits.drs.value + writes * rate.flits.rwd.value
-    on_link = slots * config.clock_mhz * 10**6 / rate.slots_per_second
-    return ceil(max(on_link, Fraction(reads + writes, config.slices)))
+    read, write, unit = _cycles_on_link(config.link, config.clock_mhz)
+    on_link = -(-(reads * read + writes * write) // unit)
+    return max(on_link, -(-(reads + writes) // config.slices))
+
+
+@cache
+def _cycles_on_link(link: Link, clock_mhz: int) -> tuple[int, int, int]:
+    """Of a read and of a write, and the number that both are to be divided by."""
+    rate = RATES[link]
+    read, write = (
+        Fraction(slots * clock_mhz * 10**6 / rate.slots_per_second)
+        for slots in (rate.flits.drs.value, rate.flits.rwd.value)
+    )
+    unit = lcm(read.denominator, write.denominator)
+    return int(read * unit), int(write * unit), unit
 
 
 def partial_beats(config: DeviceConfig, queries: int, value_dim: int) -> int:

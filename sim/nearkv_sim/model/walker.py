@@ -34,6 +34,11 @@ from .memory import LineIndices, Memory
 FORMATS: dict[int, Format] = {form.code: form for form in (BF16, FP16)}
 """Element formats of K, V and queries that the device has, by code."""
 SINK_BYTES = 4
+_EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
+_LINE_OFFSET = np.uint64(ENTRY.offset("line"))
+_LINE_MASK = np.uint64((1 << ENTRY["line"].width) - 1)
+_FIXED_BITS = np.uint64(1 | ENTRY.reserved_mask())
+"""Of a page-table entry: 1 in a good one, and nothing but that."""
 
 
 class Refusal(Exception):
@@ -235,16 +240,15 @@ def walk(job: Job, room: int, memory: Memory) -> Walk:
     begin = job.first_page % ENTRIES_PER_LINE
     these = slice(begin, begin + last_page - job.first_page + 1)
     entries = data.view("<u8").reshape(-1)[these]
+    pages = (entries >> _LINE_OFFSET & _LINE_MASK).astype(np.int64)
+    good = entries & _FIXED_BITS == 1
+    good &= (pages % _EXTENT_LINES + job.page_lines <= _EXTENT_LINES) & (pages < len(memory.lines))
+    if good.all() and allowed.all() and memory.intact:
+        return Walk(pages)
     readable = allowed.repeat(ENTRIES_PER_LINE)[these]
     lost = np.zeros(lines.shape, np.bool_)
     lost[allowed] = memory.poisoned(lines[allowed])
     spoilt = lost.repeat(ENTRIES_PER_LINE)[these]
-
-    address_mask = np.uint64((1 << ENTRY["line"].width) - 1)
-    pages = (entries >> np.uint64(ENTRY.offset("line")) & address_mask).astype(np.int64)
-    extent_lines = EXTENT_BYTES // LINE_BYTES
-    good = (entries & np.uint64(1) == 1) & (entries & np.uint64(ENTRY.reserved_mask()) == 0)
-    good &= (pages % extent_lines + job.page_lines <= extent_lines) & (pages < len(memory.lines))
     fine = good & readable & ~spoilt
     if fine.all():
         return Walk(pages)

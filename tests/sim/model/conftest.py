@@ -3,15 +3,16 @@
 import pytest
 from nearkv_hw.abi import configure
 from nearkv_sim.model import ModelPort
+from nearkv_sim.model.kernels import KERNELS
 
 
-@pytest.fixture
-def open_port():
-    """Opens devices of preset `small`, with keyword overrides; closes them after the test."""
+@pytest.fixture(params=KERNELS)
+def open_port(request):
+    """Opens devices of preset `small` on either kernel, with keyword overrides; closes them in the end."""
     ports = []
 
     def open_one(**overrides):
-        ports.append(ModelPort(configure("small", **overrides)))
+        ports.append(ModelPort(configure("small", **overrides), kernel=request.param))
         return ports[-1]
 
     yield open_one

@@ -1,0 +1,140 @@
+// The attention of the contract (docs/numerics.md) over a device's memory: jobs in, result lines out.
+//
+// Sums do not depend on the order of their terms, so rows are dealt to threads in pieces and each piece's partial
+// results are merged as it ends.
+
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "attention_partial.h"
+#include "attention_rows.h"
+#include "lanes.h"
+
+namespace nearkv {
+namespace {
+
+// Less work than this is not worth a thread, and not a piece of its own.
+constexpr std::int64_t kPieceTerms = 1 << 20;
+// More pieces than threads, so that all end together.
+constexpr std::int64_t kPiecesPerThread = 8;
+
+std::int64_t terms_of(const Job& job) {
+    return (job.row_end - job.row_begin) * job.group * (job.head_dim + job.value_dim);
+}
+
+// A job under way.
+struct Task {
+    const Job* job;
+    std::int64_t pieces_left;
+    std::unique_ptr<Partial> sums;
+};
+
+struct Piece {
+    Task* task;
+    std::int64_t begin;
+    std::int64_t end;
+};
+
+class Batch {
+public:
+    Batch(const std::uint8_t* image, const Job* jobs, std::size_t count, unsigned threads) : image_(image) {
+        std::int64_t all = 0;
+        for (std::size_t i = 0; i < count; i++) all += terms_of(jobs[i]);
+        threads_ = std::clamp<std::int64_t>(all / kPieceTerms, 1, std::max(threads, 1u));
+        const std::int64_t terms = std::max(all / (threads_ * kPiecesPerThread) + 1, kPieceTerms);
+        tasks_.resize(count);
+        for (std::size_t i = 0; i < count; i++) cut(tasks_[i], jobs[i], threads_ == 1 ? all : terms);
+    }
+
+    void run() {
+        std::vector<std::thread> helpers;
+        for (std::int64_t i = 1; i < threads_; i++) {
+            try {
+                helpers.emplace_back([this] { work(); });
+            } catch (const std::system_error&) {
+                break;  // the threads that are there do it all
+            }
+        }
+        work();
+        for (std::thread& helper : helpers) helper.join();
+        if (out_of_memory_) throw std::bad_alloc();
+    }
+
+private:
+    void cut(Task& task, const Job& job, std::int64_t terms) {
+        const std::int64_t rows = job.row_end - job.row_begin;
+        const std::int64_t row_terms = static_cast<std::int64_t>(job.group) * (job.head_dim + job.value_dim);
+        const std::int64_t blocks = std::max<std::int64_t>(terms / row_terms / kBlock, 1);
+        task = {&job, 0, nullptr};
+        std::int64_t begin = 0;
+        do {
+            const std::int64_t end = std::min(begin + blocks * kBlock, rows);
+            pieces_.push_back({&task, job.row_begin + begin, job.row_begin + end});
+            task.pieces_left++;
+            begin = end;
+        } while (begin < rows);
+    }
+
+    void work() {
+        const RoundTowardZero exact;
+        try {
+            for (std::size_t next = next_++; next < pieces_.size(); next = next_++) add(pieces_[next]);
+        } catch (const std::bad_alloc&) {
+            out_of_memory_ = true;
+        }
+    }
+
+    void add(const Piece& piece) {
+        Task& task = *piece.task;
+        const Job& job = *task.job;
+        auto sums = std::make_unique<Partial>(job);
+        RowWorker(image_, job, *sums).add(piece.begin, piece.end);
+        {
+            const std::lock_guard lock(mutex_);
+            if (task.sums) {
+                task.sums->merge(*sums);
+            } else {
+                task.sums = std::move(sums);
+            }
+            if (--task.pieces_left > 0) return;
+        }
+        if (job.sink_line >= 0) {
+            std::vector<std::uint32_t> sinks(static_cast<std::size_t>(job.group));
+            std::memcpy(sinks.data(), image_ + static_cast<std::size_t>(job.sink_line) * kLineBytes,
+                        sinks.size() * sizeof sinks[0]);
+            task.sums->add_sinks(sinks.data());
+        }
+        task.sums->write(job);
+        task.sums.reset();
+    }
+
+    static constexpr std::int64_t kBlock = kBlockRows;
+
+    const std::uint8_t* image_;
+    std::int64_t threads_;
+    std::vector<Task> tasks_;
+    std::vector<Piece> pieces_;
+    std::atomic<std::size_t> next_ = 0;
+    std::atomic<bool> out_of_memory_ = false;
+    std::mutex mutex_;
+};
+
+}  // namespace
+}  // namespace nearkv
+
+int nearkv_attend(const std::uint8_t* image, const nearkv::Job* jobs, std::size_t count, unsigned threads) {
+    try {
+        nearkv::Batch(image, jobs, count, threads).run();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}

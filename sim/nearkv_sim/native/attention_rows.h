@@ -1,0 +1,112 @@
+// Rows of one job, worked through in blocks: scores, weights and sums (docs/numerics.md, sections 3 to 5).
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "attention_abi.h"
+#include "attention_partial.h"
+#include "binned.h"
+#include "elements.h"
+#include "lanes.h"
+
+namespace nearkv {
+
+constexpr std::size_t kBlockRows = 32;
+// Blocks are filled up with rows of zeros to a multiple of this.
+constexpr std::size_t kRowStep = 8;
+// Query heads that share what is loaded of a row.
+constexpr std::size_t kTileQueries = 4;
+constexpr std::int64_t kNoTop = std::numeric_limits<std::int64_t>::min();
+// The score of a row without weight.
+constexpr std::int64_t kNoScore = std::numeric_limits<std::int64_t>::min();
+
+// Adds rows to partial results. Needs `RoundTowardZero`.
+class RowWorker {
+public:
+    // `image` is the device's memory; `into` must outlive the worker.
+    RowWorker(const std::uint8_t* image, const Job& job, Partial& into);
+
+    // Adds rows of the context, numbered as in the job; all of them are visible.
+    void add(std::int64_t begin, std::int64_t end);
+
+private:
+    struct Query {
+        const std::uint8_t* codes;
+        const Box<Doubles>* values;
+        double peak;
+        bool special;
+        // The lowest top bin of the lanes, if all have one: terms below its end change no top.
+        std::int64_t lowest_top = kNoTop;
+    };
+    struct Row {
+        const std::uint8_t* k;
+        const std::uint8_t* v;
+        bool k_special;
+        bool v_special;
+    };
+    struct Decoded {
+        double peak;
+        bool special;
+    };
+    // Weights of a query's rows in a block, as doubles in units of 2^(32 * base).
+    struct Weights {
+        alignas(64) std::array<double, kBlockRows> value;
+        std::int64_t base;
+        bool settled;
+    };
+    enum class Fate { kNan, kDropped };
+
+    static Decoded decode(const std::uint8_t* codes, const ToDouble& convert, std::size_t dim, Box<Doubles>* to,
+                          std::size_t stride);
+    Row find_row(std::int64_t row) const;
+    void load_block(std::int64_t begin, std::int64_t end);
+    void prefetch_next(std::size_t rows);
+    void prefetch(const Row& row) const;
+    template <std::size_t Queries>
+    void work_tile(std::size_t first);
+    template <std::size_t Queries>
+    void dot_products(std::size_t first);
+    template <std::size_t Queries, bool Narrow>
+    void add_values(std::size_t first);
+    void find_scores(std::size_t query, const double* dots);
+    void find_certain_scores(const Query& query, const double* dots, std::uint64_t* certain);
+    std::int64_t exact_score(const Query& query, std::size_t row) const;
+    Fate fate_of(const Query& query, const Row& row) const;
+    void find_weights(std::size_t query, Weights& weights);
+    void add_weights(std::size_t query, Weights& weights);
+    void add_row_exactly(std::size_t query, std::size_t row, bool with_denominator);
+    void raise_tops(LaneSums& sums, const Weights& weights, const Box<Doubles>* values) const;
+    void find_lowest_top(std::size_t query);
+
+    const std::uint8_t* image_;
+    const Job& job_;
+    Partial& into_;
+    const Format& k_format_;
+    const Format& v_format_;
+    std::size_t k_blocks_;  // of kLanes elements
+    std::size_t v_blocks_;
+    std::size_t k_bytes_;  // of a row, and of a query
+    std::size_t v_bytes_;
+    Number factor_;
+    std::vector<Box<Doubles>> q_;  // [group][k_blocks]
+    std::vector<Box<Doubles>> k_;  // [rows][k_blocks]
+    std::vector<Box<Doubles>> v_;  // [v_blocks][rows]
+    std::vector<Query> queries_;
+
+    std::int64_t next_ = 0;  // rows from here on, up to next_end_, are not asked for yet
+    std::int64_t next_end_ = 0;
+    std::size_t rows_ = 0;
+    std::size_t padded_rows_ = 0;
+    std::array<Row, kBlockRows> row_;
+    alignas(64) std::array<double, kBlockRows> k_peak_;
+    std::array<double, kBlockRows> v_peak_;
+    alignas(64) std::array<std::int64_t, kBlockRows> score_;
+    alignas(64) std::array<std::array<double, kBlockRows>, kTileQueries> dot_;
+    std::array<Weights, kTileQueries> weights_;
+};
+
+}  // namespace nearkv

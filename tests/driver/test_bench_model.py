@@ -1,0 +1,28 @@
+"""`nearkv bench model` names its figures, and measures what it says."""
+
+import json
+
+import torch
+from nearkv.bench import model
+from nearkv.cli import app
+from typer.testing import CliRunner
+
+FIGURES = ("attend_ms", "sdpa_ms", "ratio_to_sdpa", "rows_per_s", "busy_cores")
+
+
+def test_figures_of_the_command():
+    result = CliRunner().invoke(app, ["bench", "model", "--repeats", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    results = json.loads(result.stdout)["results"]
+    assert [r["name"] for r in results] == [f"model.{name}" for name in FIGURES]
+    assert all(r["value"] > 0 and r["config"]["rows"] == 8192 for r in results)
+
+
+def test_figures_of_other_lengths():
+    threads = torch.get_num_threads()
+    results = list(model.measure((100,), repeats=2))
+    assert torch.get_num_threads() == threads
+    found = {r["name"].removeprefix("model.rows100."): r["value"] for r in results}
+    assert tuple(found) == FIGURES
+    assert results[0]["config"]["kernel"] in ("native", "torch")
+    assert round(found["rows_per_s"] * found["attend_ms"] / 1e3) == 100 * model.KV_HEADS
