@@ -30,8 +30,8 @@ from .memory.ranks import RankBus
 from .results.results import Results
 from .timeline import stage_taps
 
-LINES_AHEAD = 16
-"""Lines that a unit may ask for beyond those that its channel keeps under way."""
+UNIT_LINES = OUTSTANDING + 16
+"""Lines that a unit may ask for ahead: some more than its channel keeps under way."""
 STREAMS = ("m2s_req", "m2s_rwd", "s2m_ndr", "s2m_drs")
 
 
@@ -110,7 +110,7 @@ class Device(wiring.Component):
             lanes=self.config.lanes,
             queries=self.config.queries,
             finish_lanes=self.config.finish_lanes,
-            outstanding=OUTSTANDING + LINES_AHEAD,
+            outstanding=UNIT_LINES,
         )
         wiring.connect(m, walker.jobs[n], unit.jobs)
         wiring.connect(m, walker.queries[n], unit.queries)
@@ -128,7 +128,9 @@ class Device(wiring.Component):
 
     def _detour(self, m, n, unit):
         """A unit behind the crossbar; returns its port into the fabric."""
-        detour = m.submodules[f"detour{n}"] = FabricDetour(channel=n, config=self.config)
+        detour = m.submodules[f"detour{n}"] = FabricDetour(
+            channel=n, config=self.config, outstanding=UNIT_LINES
+        )
         wiring.connect(m, unit.memory, detour.unit)
         return detour.fabric
 
