@@ -35,6 +35,10 @@ def on_page_markdown(markdown, **_):
     return DIRECTIVE.sub(lambda match: TABLES[match[1]](match[2], match[3]), markdown)
 
 
+def _row(cells):
+    return f"| {' | '.join(cells)} |"
+
+
 def _layout(module, name):
     layout = getattr(importlib.import_module(f"nearkv_hw.abi.{module}"), name)
     rows = ["| bits | field | meaning |", "|---|---|---|"]
@@ -115,7 +119,7 @@ def _dram(_, name):
                 str(part.n(key)) if value.unit else "",
                 *(meaning, value.source, value.sure),
             )
-            rows.append(f"| {' | '.join(cells)} |")
+            rows.append(_row(cells))
     return "\n".join(rows)
 
 
@@ -136,7 +140,7 @@ def _densities(*_):
                 f"{100 * ceiling(part, gbit, Refresh.ALL_BANK):.1f} %",
                 "; ".join(f"{value.source} ({value.sure})" for value in values),
             )
-            rows.append(f"| {' | '.join(cells)} |")
+            rows.append(_row(cells))
     return "\n".join(rows)
 
 
@@ -189,7 +193,7 @@ def _models(*_):
             *(f"{found.kv_bytes(context, bf16) / 2**30:.2f}" for context in (32768, 131072)),
             found.source,
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(_row(cells))
     return "\n".join(rows)
 
 
@@ -211,7 +215,7 @@ def _gpus(*_):
             f"{gpu.power_w.value:g}",
             gpu.memory_bytes.source,
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(_row(cells))
     return "\n".join(rows)
 
 
@@ -230,7 +234,7 @@ def _accuracy(*_):
             cells += (
                 [str(one.count), f"{100 * one.mean:.1f} %", f"{100 * one.largest:.1f} %"] if one else [""] * 3
             )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(_row(cells))
     return "\n".join(rows)
 
 
@@ -257,7 +261,7 @@ def _workloads(*_):
             f"{100 * one.error:+.1f} %",
             "yes" if one.calibration else "no",
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(_row(cells))
     return "\n".join(rows)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import torch
 from .codec import FORMATS
 from .errors import ArgumentError, DtypeError, ShapeError
 
+Chosen = TypeVar("Chosen")
 Bounds = npt.NDArray[np.int64]
 """One row index per sequence of a batch."""
 Rows = tuple[int, int] | Many[tuple[int, int]]
@@ -24,6 +26,13 @@ def whole_number(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
         raise ArgumentError(f"{name}={value!r}: must be an integer from {low} to {high}")
     return int(value)
+
+
+def one_of(name: str, value: str, known: Mapping[str, Chosen]) -> Chosen:
+    """What `value` names."""
+    if value not in known:
+        raise ArgumentError(f"{name}={value!r}: there are {', '.join(known)}")
+    return known[value]
 
 
 def tensor_of(name: str, tensor: object, shape: tuple[int | str, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Amaranth structs from the abi's packed layouts."""
+"""Amaranth structs from the abi's packed layouts, and values of any shape as bits."""
 
 from amaranth.hdl import signed, unsigned
 from amaranth.lib import data
@@ -9,3 +9,8 @@ from .abi.bits import Layout
 def layout_of(layout: Layout) -> data.StructLayout:
     """The struct whose bits are those of `layout`."""
     return data.StructLayout({f.name: signed(f.width) if f.signed else unsigned(f.width) for f in layout})
+
+
+def bits_of(value):
+    """A value of any shape as bits that can be read and driven."""
+    return value.as_value() if hasattr(value, "as_value") else value

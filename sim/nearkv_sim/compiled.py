@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
-from .cache import cache_folder, digest, locked
+from .cache import cache_folder, digest, filled_whole, locked
 from .toolchain import ToolMissing
 from .verilate import BuildError, Report, processor
 
@@ -86,8 +85,7 @@ def _compile(
     options: Sequence[str],
 ) -> None:
     folder = library.parent
-    work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
+    with filled_whole(folder) as work:
         for header, text in generated.items():
             (work / header).write_text(text)
         include = dict.fromkeys(f"-I{source.parent}" for source in sources)
@@ -97,7 +95,3 @@ def _compile(
         if done.returncode != 0:
             tail = "\n".join((done.stdout + done.stderr).splitlines()[-_LOG_TAIL_LINES:])
             raise BuildError(f"{compiler} failed with status {done.returncode} on {library.stem}:\n{tail}")
-        work.rename(folder)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise

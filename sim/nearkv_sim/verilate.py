@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .cache import cache_folder, digest, locked
+from .cache import cache_folder, digest, filled_whole, locked
 from .toolchain import ToolMissing, find_verilator
 
 if TYPE_CHECKING:
@@ -135,8 +134,7 @@ def build(recipe: Recipe, report: Report = lambda line: None) -> Path:
 
 
 def _build_into(folder: Path, product: str, recipe: Recipe, report: Report) -> None:
-    work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
+    with filled_whole(folder) as work:
         for name, text in recipe.sources.items():
             (work / name).write_text(text)
         verilator = find_verilator()
@@ -177,10 +175,6 @@ def _build_into(folder: Path, product: str, recipe: Recipe, report: Report) -> N
         environment.pop("MAKEFLAGS", None)
         _step("make", [*command, *(f"{k}={v}" for k, v in flags.items())], work, environment, report)
         shutil.rmtree(work / "obj")
-        work.rename(folder)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
 
 
 def _step(name: str, command: list[str], folder: Path, environment: dict[str, str], report: Report) -> None:

@@ -111,3 +111,8 @@ def test_what_is_not_there_is_named(arguments, message):
     done = CliRunner().invoke(app, ["bench", "memory", *arguments])
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_help_names_every_case():
+    shown = CliRunner().invoke(app, ["bench", "memory", "--help"], env={"COLUMNS": "200"}).output
+    assert all(case in shown for case in (*memory.CASES, "traffic"))

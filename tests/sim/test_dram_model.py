@@ -4,12 +4,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from native_checks import is_free_of_warnings, sanitized_program
 from nearkv_hw.abi.dram import PARTS, Dram, Refresh
-from nearkv_sim.toolchain import find_verilator
-from nearkv_sim.verilate import NATIVE
 
 CHECK = Path(__file__).with_name("dram_check.cpp")
-WARNINGS = ("-std=gnu++20", "-Wall", "-Wextra", "-Wconversion", "-Werror")
 PLACES = [f"{kind}_{parity}" for kind in ("column", "precharge", "activate") for parity in ("even", "odd")]
 START = 40
 
@@ -17,11 +15,8 @@ START = 40
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """dram_check.cpp, which carries out cases."""
-    program = tmp_path_factory.mktemp("dram") / "check"
-    sanitizers = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    sources = (CHECK, *(NATIVE / name for name in ("dram.cpp", "store.cpp", "events.cpp")))
-    subprocess.run(["g++", *WARNINGS, *sanitizers, f"-I{NATIVE}", *sources, "-o", program], check=True)
-    return program
+    sources = ["dram.cpp", "store.cpp", "events.cpp"]
+    return sanitized_program(tmp_path_factory.mktemp("dram"), CHECK, sources)
 
 
 @pytest.fixture(scope="module")
@@ -415,10 +410,7 @@ def test_rules_that_do_not_fit_end_the_process(program, rules, message):
 
 @pytest.mark.rtl
 def test_systemverilog_is_free_of_warnings():
-    verilator = find_verilator()
-    command = [verilator.executable, "--lint-only", "-Wall", NATIVE / "nearkv_dram.sv"]
-    done = subprocess.run(command, env=verilator.environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    is_free_of_warnings("nearkv_dram.sv")
 
 
 class Frames:

@@ -1,11 +1,10 @@
 """The recorder of events: its C++ under the sanitizers, its SystemVerilog, recordings of devices."""
 
-import secrets
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from native_checks import is_free_of_warnings, passes_with_a_random_seed, sanitized_program
 from nearkv_hw.abi import configure
 from nearkv_hw.common.event import Event
 from nearkv_hw.verilog import to_verilog
@@ -14,12 +13,9 @@ from nearkv_sim.build import device_library
 from nearkv_sim.events import EVENT, EventKind
 from nearkv_sim.port import Fence, Read, Write
 from nearkv_sim.rtl import RtlPort
-from nearkv_sim.toolchain import find_verilator
-from nearkv_sim.verilate import NATIVE
 from toy_device import ToyDevice
 
 CHECK = Path(__file__).with_name("events_check.cpp")
-WARNINGS = ("-std=gnu++20", "-Wall", "-Wextra", "-Wconversion", "-Werror")
 
 
 class TappedDevice(ToyDevice):
@@ -40,21 +36,12 @@ class TappedDevice(ToyDevice):
 
 @pytest.mark.rtl
 def test_recorder_under_sanitizers(tmp_path):
-    program = tmp_path / "check"
-    sanitizers = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    sources = (CHECK, NATIVE / "events.cpp")
-    subprocess.run(["g++", *WARNINGS, *sanitizers, f"-I{NATIVE}", *sources, "-o", program], check=True)
-    seed = secrets.randbits(32)
-    done = subprocess.run([program, str(seed)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
+    passes_with_a_random_seed(sanitized_program(tmp_path, CHECK, ["events.cpp"]))
 
 
 @pytest.mark.rtl
 def test_systemverilog_is_free_of_warnings():
-    verilator = find_verilator()
-    command = [verilator.executable, "--lint-only", "-Wall", NATIVE / "nearkv_event.sv"]
-    done = subprocess.run(command, env=verilator.environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    is_free_of_warnings("nearkv_event.sv")
 
 
 @pytest.fixture(scope="module")

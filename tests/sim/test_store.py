@@ -1,39 +1,26 @@
 """The store: its C++ under the sanitizers, its SystemVerilog without warnings and cycle by cycle."""
 
-import secrets
-import subprocess
 from pathlib import Path
 
 import cocotb
 import pytest
 from cocotb.triggers import RisingEdge
+from native_checks import is_free_of_warnings, passes_with_a_random_seed, sanitized_program
 from nearkv_hw.memory.store import Store
 from nearkv_sim.cocotb.runner import run
 from nearkv_sim.cocotb.streams import random, start, value
-from nearkv_sim.toolchain import find_verilator
-from nearkv_sim.verilate import NATIVE
 
 CHECK = Path(__file__).with_name("store_check.cpp")
-WARNINGS = ("-std=gnu++20", "-Wall", "-Wextra", "-Wconversion", "-Werror")
 
 
 @pytest.mark.rtl
 def test_store_equals_a_map_under_sanitizers(tmp_path):
-    program = tmp_path / "check"
-    sanitizers = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    sources = (CHECK, NATIVE / "store.cpp")
-    subprocess.run(["g++", *WARNINGS, *sanitizers, f"-I{NATIVE}", *sources, "-o", program], check=True)
-    seed = secrets.randbits(32)
-    done = subprocess.run([program, str(seed)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
+    passes_with_a_random_seed(sanitized_program(tmp_path, CHECK, ["store.cpp"]))
 
 
 @pytest.mark.rtl
 def test_systemverilog_is_free_of_warnings():
-    verilator = find_verilator()
-    command = [verilator.executable, "--lint-only", "-Wall", NATIVE / "nearkv_store.sv"]
-    done = subprocess.run(command, env=verilator.environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    is_free_of_warnings("nearkv_store.sv")
 
 
 @pytest.mark.rtl

@@ -83,7 +83,7 @@ def memory(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            help="batch, heads, job, latency, attacc, placements or traffic; may be given again. "
+            help="batch, heads, job, latency, attacc, shares, placements or traffic; may be given again. "
             "All if not given."
         ),
     ] = None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nearkv_hw.abi.formats import BF16, E8M0, ELEMENT_FORMATS, FP4_E2M1, FP8_E4M3, Format
 from nearkv_hw.abi.lines import LINE_BYTES
 
-from nearkv.errors import ArgumentError
+from nearkv.arguments import one_of
 
 _PITCHES = (16, 32)
 """Row pitches in bytes below a line; longer rows take whole lines."""
@@ -62,6 +62,4 @@ def kv_format(name: str) -> KVFormat:
     ------
     ArgumentError : there is none of that name.
     """
-    if name not in FORMATS:
-        raise ArgumentError(f"kv_format={name!r}: there are {', '.join(FORMATS)}")
-    return FORMATS[name]
+    return one_of("kv_format", name, FORMATS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nearkv.errors import ArgumentError
+from nearkv.arguments import one_of
 
 from .value import Value
 
@@ -183,6 +183,4 @@ def gpu(name: str) -> Gpu:
     ------
     ArgumentError : there is none of that name.
     """
-    if name not in GPUS:
-        raise ArgumentError(f"gpu={name!r}: there are {', '.join(GPUS)}")
-    return GPUS[name]
+    return one_of("gpu", name, GPUS)

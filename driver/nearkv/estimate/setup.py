@@ -10,7 +10,7 @@ from nearkv_hw.abi.config import CHANNEL_CHOICES, EXTENT_BYTES, Placement
 from nearkv_hw.abi.dram import PARTS
 from nearkv_hw.abi.lines import LINE_BYTES
 
-from nearkv.arguments import whole_number
+from nearkv.arguments import one_of, whole_number
 from nearkv.errors import ArgumentError
 
 from .energy import FORM_FACTORS
@@ -113,8 +113,7 @@ class Setup:
             raise ArgumentError(f"host_share={self.host_share!r}: must be 0 to 1 line per cycle and slice")
         if not 0 <= self.launch_s <= 1:
             raise ArgumentError(f"launch_s={self.launch_s!r}: must be 0 to 1 second")
-        if self.form not in FORM_FACTORS:
-            raise ArgumentError(f"form={self.form!r}: there are {', '.join(FORM_FACTORS)}")
+        one_of("form", self.form, FORM_FACTORS)
         if self.config.dram not in PARTS:
             raise ArgumentError(
                 f"dram=fixed is no part; there are {', '.join(d.name.lower() for d in PARTS)}"

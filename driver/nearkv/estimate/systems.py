@@ -217,12 +217,17 @@ def _attention(setup: Setup, of: Callable[[AttentionLayers], float]) -> float:
     return sum(kind.count * of(kind) for kind in setup.model.attention)
 
 
-def _gpu_only(setup: Setup) -> Answer:
-    split = _split(setup, gpu=1.0, device=False, host=False)
-    parts = matrices(setup, setup.batch)
-    parts["gpu attention"] = _attention(
+def _on_gpus(setup: Setup) -> dict[str, float]:
+    """A step whose attention the GPUs work out, over all rows."""
+    attention = _attention(
         setup, lambda kind: gpu_seconds(setup, kind, kind.rows(setup.context), setup.batch)
     )
+    return {**matrices(setup, setup.batch), "gpu attention": attention}
+
+
+def _gpu_only(setup: Setup) -> Answer:
+    split = _split(setup, gpu=1.0, device=False, host=False)
+    parts = _on_gpus(setup)
     step = sum(parts.values())
     return _answer(setup, GPU_ONLY, parts, step, step, split, gpu=True)
 
@@ -230,10 +235,7 @@ def _gpu_only(setup: Setup) -> Answer:
 def _with_memory(setup: Setup) -> Answer:
     """What has no room on the GPUs lies in CXL memory, and is fetched."""
     split = _split(setup, gpu=1.0, device=True, host=False)
-    parts = matrices(setup, setup.batch)
-    parts["gpu attention"] = _attention(
-        setup, lambda kind: gpu_seconds(setup, kind, kind.rows(setup.context), setup.batch)
-    )
+    parts = _on_gpus(setup)
     # rows without room anywhere are fetched, too: what it would take with room
     fetched = (
         (1 - split.gpu) * setup.batch * setup.model.kv_bytes(setup.context, setup.kv_format, padded=True)
@@ -248,10 +250,7 @@ def _with_memory(setup: Setup) -> Answer:
 def _with_rows_fetched(setup: Setup) -> Answer:
     """All rows on devices that have no units: the host side reads every one."""
     split = _split(setup, gpu=0.0, device=True, host=False)
-    parts = matrices(setup, setup.batch)
-    parts["gpu attention"] = _attention(
-        setup, lambda kind: gpu_seconds(setup, kind, kind.rows(setup.context), setup.batch)
-    )
+    parts = _on_gpus(setup)
     busy = sum(parts.values())
     fetched = setup.batch * setup.model.kv_bytes(setup.context, setup.kv_format, padded=True)
     parts["link"] = fetched / fetch_rate(setup)

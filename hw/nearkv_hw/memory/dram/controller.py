@@ -7,6 +7,7 @@ from amaranth.lib.wiring import In, Out
 
 from ...abi.dram import Dram, Refresh
 from ...common.delay import Delay
+from ...structs import bits_of
 from .banks import Banks, place_layout
 from .door import CONTENTS_BITS, Door, fabric_layout, unit_layout
 from .drain import Drain
@@ -334,7 +335,7 @@ class DramController(wiring.Component):
         m.d.comb += [
             tags_in.en.eq(reads.insert),
             tags_in.addr.eq(reads.slot),
-            tags_in.data.eq(_bits(door.tag)),
+            tags_in.data.eq(bits_of(door.tag)),
             lines_in.en.eq(writes.insert),
             lines_in.addr.eq(writes.slot),
             lines_in.data.eq(door.contents),
@@ -400,7 +401,7 @@ class DramController(wiring.Component):
         m.d.comb += [
             under_way.i.valid.eq(pins.column_valid & ~pins.column_write),
             under_way.i.payload.unit.eq(of_unit),
-            _bits(under_way.i.payload.tag).eq(self._tags_out.data),
+            bits_of(under_way.i.payload.tag).eq(self._tags_out.data),
             self.answers.valid.eq(under_way.o.valid),
             self.answers.payload.eq(under_way.o.payload),
         ]
@@ -449,8 +450,3 @@ class DramController(wiring.Component):
 def default_read_entries(part):
     """Reads that a controller of the part looks at together unless told otherwise."""
     return {Dram.DDR5_6400: 16, Dram.DDR5_4800: 16}.get(part.dram, 32)
-
-
-def _bits(value):
-    """A value of any shape as bits that can be read and driven."""
-    return value.as_value() if hasattr(value, "as_value") else value

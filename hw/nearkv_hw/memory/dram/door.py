@@ -6,6 +6,7 @@ from amaranth.lib.wiring import In, Out
 
 from ...abi.lines import LINE_BITS
 from ...common.buffer import Buffer
+from ...structs import bits_of
 from .address import place_of
 from .banks import place_layout
 from .pins import CHECK_BITS
@@ -164,13 +165,8 @@ class Door(wiring.Component):
                 self.from_unit.eq(self.takes_unit),
                 self.write.eq(self.takes_write),
                 self.place.eq(Mux(self.takes_unit, self.unit_place, self.fabric_place)),
-                self.tag.eq(Mux(self.takes_unit, _bits(unit_tag), _bits(fabric_tag))),
+                self.tag.eq(Mux(self.takes_unit, bits_of(unit_tag), bits_of(fabric_tag))),
             ]
             with m.If(unit_may | fabric_may):
                 m.d.sync += prefer_unit.eq(~self.takes_unit)
         return m
-
-
-def _bits(value):
-    """A value of any shape as bits that can be read and driven."""
-    return value.as_value() if hasattr(value, "as_value") else value
