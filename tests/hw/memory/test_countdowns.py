@@ -42,6 +42,7 @@ def check(distances, over_others):
         for _ in range(2_000):
             over = ctx.get(dut.over)
             assert over == sum((frame >= end) << i for i, end in enumerate(ends))
+            assert ctx.get(dut.soon) == sum((frame + 1 >= end) << i for i, end in enumerate(ends))
             tick = rng.randrange(2)
             starts = [0] * len(distances)
             for i in range(count):

@@ -1,6 +1,6 @@
 """What a controller knows of its banks: open rows, and the commands that the part's rules allow."""
 
-from amaranth.hdl import Cat, Module, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
@@ -22,8 +22,7 @@ def place_layout(part, density_gbit):
 
 class Commands(wiring.Signature):
     """The commands of a frame, seen from who gives them: at most one column command, one precharge (of a
-    bank, or of all), one activate, one refresh (of the banks of `refresh_banks`). Each has its bank as
-    a number and as a bit of a vector, which is zero without the command (and for a precharge of all).
+    bank, or of all), one activate, one refresh (of the banks of `refresh_banks`).
 
     Parameters
     ----------
@@ -39,19 +38,25 @@ class Commands(wiring.Signature):
                 "column": Out(1),
                 "column_write": Out(1),
                 "column_bank": Out(bank),
-                "column_banks": Out(part.banks),
                 "activate": Out(1),
                 "activate_bank": Out(bank),
-                "activate_banks": Out(part.banks),
                 "activate_row": Out(row),
                 "precharge": Out(1),
                 "precharge_all": Out(1),
                 "precharge_bank": Out(bank),
-                "precharge_banks": Out(part.banks),
                 "refresh": Out(1),
                 "refresh_banks": Out(part.banks),
             }
         )
+
+
+def decides_ahead(part):
+    """Whether a frame is too short to see what the one before it brought and to decide, too.
+
+    What the rules allow is then worked out a frame ahead, and what the frame between forbids is taken off
+    when it is known (`Aftermath`).
+    """
+    return part.subchannels < 3
 
 
 class Banks(wiring.Component):
@@ -65,16 +70,21 @@ class Banks(wiring.Component):
 
     Members
     -------
-    tick : In(1) : a frame ends; its commands take effect.
-    commands : In(Commands) : the frame's commands.
+    follow : In(1) : the first cycle of a frame; `commands` take effect. tick : In(1) : its last one.
+    commands : In(Commands) : the commands of the frame before.
     open : Out(banks) : banks with an open row.
+    closable : Out(banks) : banks whose row may be closed in this frame.
     reads, writes, activates, precharges : Out(banks) : banks to which the rules allow each command in this
-        frame.
-    read_turn, write_turn : Out(1) : the data bus is free for reads, for writes.
-    look_bank, look_row : In : a row to look up; look_hit, look_closed : Out(1) : whether it is the open row
-        of the bank, and whether the bank has none.
+        frame; if the controller decides ahead, in the next one, as far as this one's commands leave it.
+    crowded : Out(1) : if the frame of `commands` has an activate, the next one must not have one.
+    read_turn, write_turn : Out(1) : the data bus is free for reads, for writes, in this frame.
+    column_banks, activate_banks, precharge_banks : Out(banks) : the banks of `commands`, as bits.
+    asked : In(place).array(2), second : In(1) : with `tick`: places, and which of them is looked up.
+    look : In(place) : with `follow`: that place again; look_hit, look_closed : Out(1) : whether it is in the
+        open row of the bank, and whether the bank has none, after `commands`.
 
-    All outputs follow from registers that change with `tick`.
+    Outputs but those of the last two lines, and `column_banks` and so on, follow from registers that change
+    with `follow`.
     """
 
     def __init__(self, *, part, density_gbit, refresh):
@@ -84,13 +94,18 @@ class Banks(wiring.Component):
         self._row = place["row"].shape
         super().__init__(
             {
-                "tick": In(1),
+                "follow": In(1),
                 "commands": In(Commands(part=part, density_gbit=density_gbit)),
-                **{name: Out(part.banks) for name in ("open", "reads", "writes", "activates", "precharges")},
+                **{name: Out(part.banks) for name in ("open", "closable")},
+                **{name: Out(part.banks) for name in ("reads", "writes", "activates", "precharges")},
+                **{f"{name}_banks": Out(part.banks) for name in ("column", "activate", "precharge")},
+                "crowded": Out(1),
                 "read_turn": Out(1),
                 "write_turn": Out(1),
-                "look_bank": In(place["bank"].shape),
-                "look_row": In(self._row),
+                "tick": In(1),
+                "asked": In(place).array(2),
+                "second": In(1),
+                "look": In(place),
                 "look_hit": Out(1),
                 "look_closed": Out(1),
             }
@@ -99,26 +114,31 @@ class Banks(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         t, count, c = self.timings, self.part.banks, self.commands
-        groups, repeats = self.part.bank_groups, self.part.banks_per_group
+        groups = self.part.bank_groups
 
-        def of_groups(vector, name):
-            """The groups of the banks in a vector."""
-            result = Signal(groups, name=name)
-            m.d.comb += result.eq(Cat(vector[group::groups].any() for group in range(groups)))
-            return result
+        group_bits = exact_log2(groups)
+        a_read, a_write = c.column & ~c.column_write, c.column & c.column_write
 
-        activated, closed = c.activate_banks, c.precharge_banks
-        read_bank, written_bank = Signal(count), Signal(count)
+        def one_of(size, command, number, name):
+            """A vector with the bit of the command's bank or group."""
+            vector = Signal(size, name=name)
+            m.d.comb += vector.eq(command << number)
+            return vector
+
+        read_bank = one_of(count, a_read, c.column_bank, "read_bank")
+        written_bank = one_of(count, a_write, c.column_bank, "written_bank")
+        read_group = one_of(groups, a_read, c.column_bank[:group_bits], "read_group")
+        written_group = one_of(groups, a_write, c.column_bank[:group_bits], "written_group")
+        activated_group = one_of(groups, c.activate, c.activate_bank[:group_bits], "activated_group")
+        activated = self.activate_banks
         m.d.comb += [
-            read_bank.eq(c.column_banks & (~c.column_write).replicate(count)),
-            written_bank.eq(c.column_banks & c.column_write.replicate(count)),
+            self.column_banks.eq(read_bank | written_bank),
+            activated.eq(c.activate << c.activate_bank),
+            self.precharge_banks.eq((c.precharge & ~c.precharge_all) << c.precharge_bank),
         ]
-        read_group = of_groups(read_bank, "read_group")
-        written_group = of_groups(written_bank, "written_group")
-        activated_group = of_groups(activated, "activated_group")
         precharged, refreshed = Signal(count), Signal(count)
         m.d.comb += [
-            precharged.eq(closed | (c.precharge & c.precharge_all).replicate(count)),
+            precharged.eq(self.precharge_banks | (c.precharge & c.precharge_all).replicate(count)),
             refreshed.eq(c.refresh_banks & c.refresh.replicate(count)),
         ]
 
@@ -130,10 +150,10 @@ class Banks(wiring.Component):
                 distances=[frames for frames, _ in starts.values()],
                 over_others=[start in over_others for start in starts],
             )
-            m.d.comb += block.tick.eq(self.tick)
+            m.d.comb += block.tick.eq(self.follow)
             for start, (_, vector) in zip(block.start, starts.values(), strict=True):
                 m.d.comb += start.eq(vector)
-            return block.over
+            return block
 
         # A closed bank waits for its activate, an open one for its first column command.
         settled = countdowns(
@@ -169,7 +189,6 @@ class Banks(wiring.Component):
         group_activates = countdowns(
             "group_activates", groups, activate=(t.activate_same_group, activated_group)
         )
-        a_read, a_write = c.column & ~c.column_write, c.column & c.column_write
         bus_reads = countdowns(
             "bus_reads",
             1,
@@ -188,36 +207,67 @@ class Banks(wiring.Component):
 
         # Of five activates the first and the last are a window apart: at most four in all but its last frame.
         recent = Signal(t.four_activates - 1)
-        inside, following = Signal(range(5)), Signal(range(5))
-        m.d.comb += following.eq(inside + c.activate - recent[-1])
-        with m.If(self.tick):
-            m.d.sync += [recent.eq(Cat(c.activate, recent)), inside.eq(following)]
+        inside = Signal(range(5))  # this frame's window
+        remain = Signal(range(5))  # the next one's, without this frame
+        with m.If(self.follow):
+            m.d.sync += [
+                recent.eq(Cat(c.activate, recent)),
+                inside.eq(remain + c.activate),
+                remain.eq(remain + c.activate - recent[-2]),
+                self.open.eq((self.open | activated) & ~precharged),
+            ]
 
-        with m.If(self.tick):
-            m.d.sync += self.open.eq((self.open | activated) & ~precharged)
+        ahead = decides_ahead(self.part)
         may_activate = Signal()
+
+        def allowed(block):
+            return block.soon if ahead else block.over
+
+        def over_banks(block):
+            """What a block of groups or of the bus allows, for each bank."""
+            return allowed(block).replicate(count // block.count)
+
         m.d.comb += [
-            self.read_turn.eq(bus_reads),
-            self.write_turn.eq(bus_writes),
-            may_activate.eq(bus_activates & (inside < 4)),
-            self.reads.eq(self.open & settled & group_reads.replicate(repeats) & bus_reads.replicate(count)),
-            self.writes.eq(
-                self.open & settled & group_writes.replicate(repeats) & bus_writes.replicate(count)
-            ),
+            self.read_turn.eq(bus_reads.over),
+            self.write_turn.eq(bus_writes.over),
+            self.closable.eq(self.open & closable.over),
+            self.crowded.eq(remain >= 3),
+            may_activate.eq((remain if ahead else inside) < 4),
+            self.reads.eq(self.open & allowed(settled) & over_banks(group_reads) & over_banks(bus_reads)),
+            self.writes.eq(self.open & allowed(settled) & over_banks(group_writes) & over_banks(bus_writes)),
             self.activates.eq(
-                ~self.open & settled & group_activates.replicate(repeats) & may_activate.replicate(count)
+                ~self.open
+                & allowed(settled)
+                & over_banks(group_activates)
+                & over_banks(bus_activates)
+                & may_activate.replicate(count)
             ),
-            self.precharges.eq(self.open & closable),
+            self.precharges.eq(self.open & allowed(closable)),
         ]
 
         m.submodules.rows = rows = Memory(shape=self._row, depth=count, init=[])
-        write, read = rows.write_port(), rows.read_port(domain="comb")
+        write = rows.write_port()
         m.d.comb += [
-            write.en.eq(self.tick & c.activate),
+            write.en.eq(self.follow & c.activate),
             write.addr.eq(c.activate_bank),
             write.data.eq(c.activate_row),
-            read.addr.eq(self.look_bank),
-            self.look_closed.eq(~self.open.bit_select(self.look_bank, 1)),
-            self.look_hit.eq(~self.look_closed & (read.data == self.look_row)),
+        ]
+        found = []  # of each place: its bank has an open row; it is the place's
+        for place in self.asked:
+            read = rows.read_port(domain="comb")
+            m.d.comb += read.addr.eq(place.bank)
+            found.append((self.open.bit_select(place.bank, 1), read.data == place.row))
+        was_open, was_row = Signal(), Signal()
+        with m.If(self.tick):
+            m.d.sync += [
+                was.eq(Mux(self.second, second, first))
+                for was, first, second in zip((was_open, was_row), *found, strict=True)
+            ]
+        bank, opened, still_open = self.look.bank, Signal(), Signal()
+        m.d.comb += [
+            opened.eq(c.activate & (c.activate_bank == bank)),
+            still_open.eq(was_open & ~(c.precharge & (c.precharge_all | (c.precharge_bank == bank)))),
+            self.look_closed.eq(~still_open & ~opened),
+            self.look_hit.eq(Mux(opened, c.activate_row == self.look.row, still_open & was_row)),
         ]
         return m

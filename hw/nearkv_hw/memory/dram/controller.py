@@ -8,7 +8,7 @@ from amaranth.lib.wiring import In, Out
 from ...abi.dram import Dram, Refresh
 from ...common.delay import Delay
 from ...structs import bits_of
-from .banks import Banks, place_layout
+from .banks import Banks, Commands, decides_ahead, place_layout
 from .door import CONTENTS_BITS, Door, fabric_layout, unit_layout
 from .drain import Drain
 from .pins import DramPins
@@ -17,6 +17,11 @@ from .refresh import Refresher, known_part
 from .selector import Selector
 from .shares import Shares, checked_share
 
+_OF_ROWS = (
+    *("activate", "activate_bank", "activate_row"),
+    *("precharge", "precharge_all", "precharge_bank"),
+)
+"""Commands that open and close rows."""
 _DOOR_CYCLES = 3
 """From a transfer to where the door has checked and chosen it, beyond the frame that it waits for."""
 WRITE_ENTRIES = 16
@@ -133,9 +138,11 @@ class DramController(wiring.Component):
         m.submodules.refresher = refresher = Refresher(**size, refresh=self.refresh)
         m.submodules.reads = reads = AccessQueue(**size, entries=self.read_entries, asked=1)
         m.submodules.writes = writes = AccessQueue(**size, entries=self.write_entries, asked=2)
-        m.submodules.read_selector = read_selector = Selector(**size, entries=self.read_entries, shared=True)
+        m.submodules.read_selector = read_selector = Selector(
+            **size, refresh=self.refresh, entries=self.read_entries, shared=True
+        )
         m.submodules.write_selector = write_selector = Selector(
-            **size, entries=self.write_entries, shared=False
+            **size, refresh=self.refresh, entries=self.write_entries, shared=False
         )
         m.submodules.drain = drain = Drain(entries=self.write_entries)
         m.submodules.shares = shares = Shares(fabric_share=self.fabric_share)
@@ -146,7 +153,8 @@ class DramController(wiring.Component):
             step = Signal(name=f"step_{k}")
             m.d.sync += step.eq(steps[-1])
             steps.append(step)
-        follow, collect, flag, tick = steps[0], steps[-3 % len(steps)], steps[-2], steps[-1]
+        follow, tick = steps[0], steps[-1]
+        collect, flag = (follow, tick) if decides_ahead(part) else (steps[-3], steps[-2])
 
         # What a frame moves is told in the next one's first cycle.
         left = Signal(data.StructLayout({"unit": 1, "reads": 1, "writes": 1}))
@@ -158,13 +166,21 @@ class DramController(wiring.Component):
         ]
         self._elaborate_door(m, banks, reads, writes, drain, shares, left, steps)
 
-        commands = banks.commands
+        # The frame's commands, and from then on those of the frame before.
+        commands = Commands(**size).create(path=("now",))
+        told = Commands(**size).create(path=("told",))
+        for name in commands.signature.members:
+            with m.If(tick):
+                m.d.sync += getattr(told, name).eq(getattr(commands, name))
+        wiring.connect(m, told, banks.commands)
         m.d.comb += [
+            banks.follow.eq(follow),
             banks.tick.eq(tick),
+            refresher.follow.eq(follow),
             refresher.tick.eq(tick),
             refresher.due.eq(self.due),
             refresher.open.eq(banks.open),
-            refresher.precharges.eq(banks.precharges),
+            refresher.closable.eq(banks.closable),
             refresher.activate.eq(commands.activate),
             refresher.wanted.eq(read_selector.wanted | write_selector.wanted),
             drain.tick.eq(tick),
@@ -177,22 +193,28 @@ class DramController(wiring.Component):
             (reads, read_selector, banks.reads),
             (writes, write_selector, banks.writes),
         ):
+            wiring.connect(m, told, selector.commands)
             m.d.comb += [
                 *(
                     getattr(selector, name).eq(getattr(queue, name))
                     for name in ("used", "hits", "closes", "units")
                 ),
                 *(a.eq(b) for a, b in zip(selector.entry, queue.entries, strict=True)),
+                selector.arrives.eq(queue.insert),
+                selector.arrives_bank.eq(queue.place.bank),
+                selector.arrives_hit.eq(queue.hit),
+                selector.arrives_unit.eq(queue.unit),
+                selector.crowded.eq(banks.crowded),
                 selector.collect.eq(collect),
                 selector.flag.eq(flag),
                 selector.tick.eq(tick),
                 selector.columns.eq(columns & free),
                 selector.activates.eq(banks.activates & free & ~refresher.quiet.replicate(part.banks)),
                 selector.precharges.eq(banks.precharges & free),
-                queue.tick.eq(tick),
-                queue.remove.eq(selector.column_entry),
-                queue.stay.eq(selector.column_stay),
                 queue.follow.eq(follow),
+                queue.stay.eq(selector.stay),
+                queue.leave.eq(selector.leave),
+                *(getattr(queue, name).eq(getattr(told, name)) for name in _OF_ROWS),
             ]
         m.d.comb += [
             read_selector.active.eq(~drain.writing),
@@ -205,7 +227,7 @@ class DramController(wiring.Component):
             write_selector.others.eq(read_selector.wanted),
         ]
 
-        # The frame's commands. Only the queue with the bus has column commands, and its row commands come
+        # Only the queue with the bus has column commands, and its row commands come
         # first.
         def picked(name):
             """A value of the selector whose row command it is."""
@@ -217,15 +239,6 @@ class DramController(wiring.Component):
             commands.column.eq(read_selector.column | write_selector.column),
             commands.column_write.eq(write_selector.column),
             commands.column_bank.eq(read_selector.column_place.bank | write_selector.column_place.bank),
-            commands.column_banks.eq(read_selector.column_banks | write_selector.column_banks),
-            commands.activate_banks.eq(picked("activate_banks")),
-            commands.precharge_banks.eq(
-                Mux(
-                    refresher.precharge,
-                    refresher.precharge_banks,
-                    picked("precharge_banks") & ~refresher.refresh.replicate(part.banks),
-                )
-            ),
             commands.activate.eq(read_selector.activate | write_selector.activate),
             commands.activate_bank.eq(picked("activate_bank")),
             commands.activate_row.eq(picked("activate_row")),
@@ -244,10 +257,8 @@ class DramController(wiring.Component):
             shares.fabric_column.eq((left.reads | left.writes) & ~left.unit),
             shares.pause.eq(refresher.busy if self.refresh is Refresh.ALL_BANK else 0),
         ]
-        self._elaborate_pins(
-            m, commands, refresher, (reads, writes), (read_selector, write_selector), follow, tick
-        )
-        self._elaborate_counters(m, commands, banks, refresher, drain, follow, tick)
+        self._elaborate_pins(m, told, refresher, (read_selector, write_selector), follow, tick)
+        self._elaborate_counters(m, told, banks, refresher, drain, follow, tick)
         return m
 
     def _elaborate_door(self, m, banks, reads, writes, drain, shares, left, steps):
@@ -275,8 +286,10 @@ class DramController(wiring.Component):
             door.fabric_met_read.eq(reads.same[0]),
             door.fabric_met_write.eq(writes.same[0]),
             door.unit_met.eq(writes.same[1]),
-            banks.look_bank.eq(door.place.bank),
-            banks.look_row.eq(door.place.row),
+            banks.asked[0].eq(door.fabric_place),
+            banks.asked[1].eq(door.unit_place),
+            banks.second.eq(door.takes_unit),
+            banks.look.eq(door.place),
             reads.insert.eq(follow & door.enters & ~door.write),
             writes.insert.eq(follow & door.enters & door.write),
             door.leave.eq(writes.insert),
@@ -331,7 +344,7 @@ class DramController(wiring.Component):
         m.submodules.tags = tags = Memory(shape=Shape.cast(self.tag).width, depth=self.read_entries, init=[])
         m.submodules.data = lines = Memory(shape=CONTENTS_BITS, depth=self.write_entries, init=[])
         tags_in, lines_in = tags.write_port(), lines.write_port()
-        self._tags_out, self._lines_out = tags.read_port(), lines.read_port()
+        self._tags_out, self._lines_out = (memory.read_port(domain="comb") for memory in (tags, lines))
         m.d.comb += [
             tags_in.en.eq(reads.insert),
             tags_in.addr.eq(reads.slot),
@@ -346,51 +359,36 @@ class DramController(wiring.Component):
             m.d.sync += written_tag.eq(door.tag)
         m.d.comb += self.written.payload.eq(written_tag)
 
-    def _elaborate_pins(self, m, commands, refresher, queues, selectors, follow, tick):
+    def _elaborate_pins(self, m, told, refresher, selectors, follow, tick):
         """The part is told of the column command in the first cycle of the next frame, of others in the
         second."""
         pins, (read_selector, write_selector) = self.pins, selectors
-        row = {
-            name: Signal.like(getattr(commands, name), name=f"told_{name}")
-            for name in (
-                "activate",
-                "activate_bank",
-                "activate_row",
-                "precharge",
-                "precharge_all",
-                "precharge_bank",
-            )
-        }
-        refresh = Signal()
-        m.d.sync += pins.column_valid.eq(tick & commands.column)
+        m.d.sync += pins.column_valid.eq(tick & (read_selector.column | write_selector.column))
         with m.If(tick):
             m.d.sync += [
                 pins.odd.eq(~pins.odd),
-                pins.column_write.eq(commands.column_write),
-                pins.column_bank.eq(commands.column_bank),
                 pins.column_column.eq(read_selector.column_place.column | write_selector.column_place.column),
-                *(told.eq(getattr(commands, name)) for name, told in row.items()),
-                refresh.eq(commands.refresh),
                 pins.refresh_set.eq(refresher.refresh_set),
             ]
         m.d.sync += [
-            pins.activate_valid.eq(follow & row["activate"]),
-            pins.precharge_valid.eq(follow & row["precharge"]),
-            pins.refresh_valid.eq(follow & refresh),
+            getattr(pins, f"{name}_valid").eq(follow & getattr(told, name))
+            for name in ("activate", "precharge", "refresh")
         ]
         m.d.comb += [
+            pins.column_write.eq(told.column_write),
+            pins.column_bank.eq(told.column_bank),
             *(
-                getattr(pins, name).eq(row[name])
+                getattr(pins, name).eq(getattr(told, name))
                 for name in ("activate_bank", "activate_row", "precharge_all", "precharge_bank")
             ),
             pins.refresh_all.eq(self.refresh is Refresh.ALL_BANK),
             Cat(pins.write_data, pins.write_check, pins.write_poison).eq(self._lines_out.data),
-            *(getattr(queue, name).eq(told) for queue in queues for name, told in row.items()),
-            self._tags_out.en.eq(tick & read_selector.column),
-            self._tags_out.addr.eq(read_selector.column_slot),
-            self._lines_out.en.eq(tick & write_selector.column),
-            self._lines_out.addr.eq(write_selector.column_slot),
         ]
+        with m.If(tick):
+            m.d.sync += [
+                self._tags_out.addr.eq(read_selector.column_slot),
+                self._lines_out.addr.eq(write_selector.column_slot),
+            ]
 
         # Whose line the part will show.
         shape = self.answers.payload.shape()
@@ -406,18 +404,13 @@ class DramController(wiring.Component):
             self.answers.payload.eq(under_way.o.payload),
         ]
 
-    def _elaborate_counters(self, m, commands, banks, refresher, drain, follow, tick):
+    def _elaborate_counters(self, m, told, banks, refresher, drain, follow, tick):
         """How each column command met its row, a frame later, and what frames were lost to."""
         count = self.part.banks
-        of_column, of_activate, of_precharge, refreshed = (
-            Signal(count, name=f"of_{n}", reset_less=True) for n in ("column", "activate", "close", "refresh")
-        )
+        for_refresh = Signal()  # the precharge is
         with m.If(tick):
             m.d.sync += [
-                of_column.eq(commands.column_banks),
-                of_activate.eq(commands.activate_banks),
-                of_precharge.eq(commands.precharge_banks & (~refresher.precharge).replicate(count)),
-                refreshed.eq(refresher.hold & refresher.refresh.replicate(count)),
+                for_refresh.eq(refresher.precharge),
                 self.refresh_busy.eq(refresher.busy),
                 self.turnaround.eq(
                     ~refresher.busy
@@ -428,17 +421,19 @@ class DramController(wiring.Component):
                     )
                 ),
             ]
+        refreshed = told.refresh_banks & told.refresh.replicate(count)
+        of_precharge = banks.precharge_banks & (~for_refresh).replicate(count)
         fresh, shut = Signal(count), Signal(count)  # rows without a column command; closed for another row
         column, was_fresh, was_shut = Signal(), Signal(), Signal()
         m.d.comb += [
-            column.eq(follow & of_column.any()),
-            was_fresh.eq((fresh & of_column).any()),
-            was_shut.eq((shut & of_column).any()),
+            column.eq(follow & told.column),
+            was_fresh.eq((fresh & banks.column_banks).any()),
+            was_shut.eq((shut & banks.column_banks).any()),
         ]
         with m.If(follow):
             m.d.sync += [
-                fresh.eq((fresh & ~of_column) | of_activate),
-                shut.eq(((shut & ~of_column) | of_precharge) & ~refreshed),
+                fresh.eq((fresh & ~banks.column_banks) | banks.activate_banks),
+                shut.eq(((shut & ~banks.column_banks) | of_precharge) & ~refreshed),
             ]
         m.d.sync += [
             self.row_hit.eq(column & ~was_fresh),

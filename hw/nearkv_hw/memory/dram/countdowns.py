@@ -30,6 +30,7 @@ class Countdowns(wiring.Component):
     start : In(count).array : for each distance, the count-downs that start it in this frame. Effective with
         `tick`. A start never shortens what is under way.
     over : Out(count) : those in whose frame the next command may be; registers.
+    soon : Out(count) : those that are over in the next frame, unless something starts in this one; registers.
 
     After a start of distance n in frame f, `over` is clear in frames f + 1 to f + n - 1.
     """
@@ -45,23 +46,35 @@ class Countdowns(wiring.Component):
         self.over_others = (True,) * len(distances) if over_others is None else tuple(over_others)
         if len(self.over_others) != len(distances):
             raise ValueError(f"over_others must say it of {len(distances)} distances, not {over_others!r}")
-        super().__init__({"tick": In(1), "start": In(count).array(len(distances)), "over": Out(count)})
+        super().__init__(
+            {
+                "tick": In(1),
+                "start": In(count).array(len(distances)),
+                "over": Out(count),
+                "soon": Out(count),
+            }
+        )
 
     def elaborate(self, platform):
         m = Module()
         bits = ceil_log2(max(self.distances))
         if bits == 0:  # a distance of one frame leaves nothing to wait for
-            m.d.comb += self.over.eq(~Const(0, self.count))
+            m.d.comb += [self.over.eq(~Const(0, self.count)), self.soon.eq(~Const(0, self.count))]
             return m
         planes = [Signal(self.count, name=f"bit_{k}") for k in range(bits)]
-        running = Signal(self.count)  # any bit of the planes
-        m.d.comb += self.over.eq(~running)
+        running, later = (
+            Signal(self.count),
+            Signal(self.count),
+        )  # any bit of the planes, of those above the lowest
+        m.d.comb += [self.over.eq(~running), self.soon.eq(~later)]
 
         left, borrow = [], running
         for plane in planes:
             left.append(plane ^ borrow)
             borrow = borrow & ~plane
+        # more than one is left, more than two are
         runs_on = reduce_tree(planes[1:], or_) if bits > 1 else Const(0, self.count)
+        runs_later = reduce_tree([planes[0] & planes[1], *planes[2:]], or_) if bits > 1 else runs_on
         for n, (start, distance) in enumerate(zip(self.start, self.distances, strict=True)):
             value = distance - 1
             if not value:  # nothing to wait for
@@ -76,10 +89,12 @@ class Countdowns(wiring.Component):
                 merged.append(plane)
             left = merged
             runs_on = runs_on | start
+            runs_later = runs_later | start if value > 1 else runs_later
         with m.If(self.tick):
             m.d.sync += [
                 *(plane.eq(value) for plane, value in zip(planes, left, strict=True)),
                 running.eq(runs_on),
+                later.eq(runs_later),
             ]
         return m
 

@@ -34,15 +34,14 @@ class AccessQueue(wiring.Component):
 
     Members
     -------
-    tick : In(1) : a frame ends: the entry in `remove` leaves.
-    remove : In(entries) : at most one bit, a used one. stay : In(entries) : the entries before it; all of
-        them if none leaves.
-    follow : In(1) : the entries learn of the row commands below, which were given since the last time, and
-        `insert` takes effect. Never together with `tick`.
-    activate, activate_bank, activate_row : In : a row was opened.
+    follow : In(1) : a frame begins; all inputs up to `closed` take effect.
+    stay : In(entries) : the entries before the one that left with the frame before; all of them if none did.
+    leave : In(entries) : the one that left, or none.
+    activate, activate_bank, activate_row : In : a row was opened in the frame before.
     precharge, precharge_all, precharge_bank : In : a row was closed, or all.
     insert : In(1) : append an access at `place`. Not while full.
-    place, unit, hit, closed : In : the access, and what its bank says now: its row is open, no row is.
+    place, unit, hit, closed : In : the access, and what its bank says after these commands: its row is open,
+        no row is.
     slot : Out : the slot that the inserted access gets.
     asked : In(place).array, same : Out(1).array : whether some entry is an access to the very line.
     entries : Out(entry_layout).array : the entries, oldest first.
@@ -59,10 +58,9 @@ class AccessQueue(wiring.Component):
         bank = place["bank"].shape
         super().__init__(
             {
-                "tick": In(1),
-                "remove": In(entries),
-                "stay": In(entries),
                 "follow": In(1),
+                "stay": In(entries),
+                "leave": In(entries),
                 "activate": In(1),
                 "activate_bank": In(bank),
                 "activate_row": In(place["row"].shape),
@@ -92,24 +90,15 @@ class AccessQueue(wiring.Component):
         for entry, place, slot in zip(entries, places, slots, strict=True):
             m.d.comb += [entry.place.eq(place), entry.slot.eq(slot)]
 
-        vectors = (self.used, self.hits, self.closes, self.units)
         stay, freed = self.stay, Signal(slot_bits)
         m.d.comb += [
             freed.eq(
                 reduce_tree(
-                    [s & r.replicate(slot_bits) for s, r in zip(slots, self.remove, strict=True)],
+                    [s & r.replicate(slot_bits) for s, r in zip(slots, self.leave, strict=True)],
                     lambda a, b: a | b,
                 )
             ),
         ]
-        with m.If(self.tick):
-            m.d.sync += [v.eq((v & stay) | ((v >> 1) & ~stay)) for v in vectors]
-            for i in range(count):
-                with m.If(~stay[i]):
-                    m.d.sync += slots[i].eq(slots[i + 1] if i + 1 < count else freed)
-                    if i + 1 < count:
-                        m.d.sync += places[i].eq(places[i + 1])
-
         opened = Cat(place.bank == self.activate_bank for place in places)
         matched = Cat(place.row == self.activate_row for place in places)
         shut = Cat(place.bank == self.precharge_bank for place in places)
@@ -119,16 +108,28 @@ class AccessQueue(wiring.Component):
             hit.eq(activated & matched & self.used),
             precharged.eq((shut | self.precharge_all.replicate(count)) & self.precharge.replicate(count)),
         ]
-        here = Signal(count)
-        m.d.comb += here.eq(((self.used << 1) | 1) & ~self.used & self.insert.replicate(count))
+
+        def moved(vector):
+            """Bits of entries, where the entries are once one left."""
+            return (vector & stay) | ((vector >> 1) & ~stay)
+
+        left, here = Signal(count), Signal(count)
+        m.d.comb += [
+            left.eq(moved(self.used)),
+            here.eq(((left << 1) | 1) & ~left & self.insert.replicate(count)),
+        ]
         with m.If(self.follow):
             m.d.sync += [
-                self.used.eq(self.used | here),
-                self.units.eq(self._put(self.units, here, self.unit)),
-                self.hits.eq(self._put((self.hits | hit) & ~precharged, here, self.hit)),
-                self.closes.eq(self._put((self.closes & ~activated) | precharged, here, self.closed)),
+                self.used.eq(left | here),
+                self.units.eq(self._put(moved(self.units), here, self.unit)),
+                self.hits.eq(self._put(moved((self.hits | hit) & ~precharged), here, self.hit)),
+                self.closes.eq(self._put(moved((self.closes & ~activated) | precharged), here, self.closed)),
             ]
             for i in range(count):
+                with m.If(~stay[i]):
+                    m.d.sync += slots[i].eq(slots[i + 1] if i + 1 < count else freed)
+                    if i + 1 < count:
+                        m.d.sync += places[i].eq(places[i + 1])
                 with m.If(here[i]):
                     m.d.sync += places[i].eq(self.place)
 

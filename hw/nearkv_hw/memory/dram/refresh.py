@@ -6,6 +6,7 @@ from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
 from ...abi.dram import PARTS, Dram, DramPart, Refresh
+from .banks import decides_ahead
 from .countdowns import Countdowns
 
 
@@ -58,14 +59,14 @@ class Refresher(wiring.Component):
     Members
     -------
     due : In(1) : one more refresh is due; in any cycle.
-    tick : In(1) : a frame ends.
-    open, precharges : In(banks) : banks with an open row, and those that may be closed in this frame.
+    follow : In(1) : a frame's first cycle. tick : In(1) : its last one.
+    open, closable : In(banks) : banks with an open row, and those that may be closed in this frame.
     wanted : In(banks) : banks that accesses wait for. Of the sets that have not had their turn, one that
         nobody waits for comes first; a refresh waits for such a set until the next one is due.
     activate : In(1) : the frame activates a row.
-    hold : Out(banks) : banks that must get no other command.
-    quiet : Out(1) : no bank may be activated.
-    precharge, precharge_all, precharge_bank, precharge_banks, refresh, refresh_banks, refresh_set : Out :
+    hold : Out(banks) : banks that must get no other command in the next frame.
+    quiet : Out(1) : no bank may be activated in the next frame.
+    precharge, precharge_all, precharge_bank, refresh, refresh_banks, refresh_set : Out :
         this frame's commands; they come before all others. At most one of the two.
     busy : Out(1) : a refresh is under way, from holding banks back to the first allowed activate.
 
@@ -82,9 +83,10 @@ class Refresher(wiring.Component):
         super().__init__(
             {
                 "due": In(1),
+                "follow": In(1),
                 "tick": In(1),
                 "open": In(banks),
-                "precharges": In(banks),
+                "closable": In(banks),
                 "wanted": In(banks),
                 "activate": In(1),
                 "hold": Out(banks),
@@ -92,7 +94,6 @@ class Refresher(wiring.Component):
                 "precharge": Out(1),
                 "precharge_all": Out(1),
                 "precharge_bank": Out(exact_log2(banks)),
-                "precharge_banks": Out(banks),
                 "refresh": Out(1),
                 "refresh_banks": Out(banks),
                 "refresh_set": Out(exact_log2(part.refresh_sets(Refresh.PER_BANK))),
@@ -104,7 +105,9 @@ class Refresher(wiring.Component):
         m = Module()
         t, banks = self.timings, self.part.banks
         everything = self.refresh_mode is Refresh.ALL_BANK
-        begin, holding, refreshed = Signal(), Signal(), Signal()
+        ahead = decides_ahead(self.part)
+        begin, begun, refreshed = Signal(), Signal(), Signal()
+        held, holding = Signal(), Signal()  # banks are held back; and their state is final
         if everything:
             members, calm = ~Const(0, banks), Const(1)
         else:
@@ -120,16 +123,24 @@ class Refresher(wiring.Component):
             m.d.comb += [block.tick.eq(self.tick), block.start[0].eq(start)]
             return block.over
 
-        closed = countdown("closed", t.precharge_to_refresh, self.precharge | begin)
+        closed = countdown("closed", t.precharge_to_refresh, self.precharge | begun)
         next_refresh = countdown("next_refresh", t.refresh_to_refresh, self.refresh)
         under_way = countdown("under_way", t.refresh, self.refresh)
 
-        m.d.comb += begin.eq(~holding & (owed != 0) & next_refresh & (calm | (owed > 1)))
-        with m.If(self.tick):
-            with m.If(begin):
-                m.d.sync += [holding.eq(1), self.hold.eq(members)]
-            with m.Elif(self.refresh):
-                m.d.sync += [holding.eq(0), self.hold.eq(0)]
+        # What is decided ahead holds banks back from the next frame on; only then is their state final.
+        m.d.comb += begin.eq(
+            (self.follow if ahead else self.tick) & ~held & (owed != 0) & next_refresh & (calm | (owed > 1))
+        )
+        with m.If(begin):
+            m.d.sync += [held.eq(1), self.hold.eq(members)]
+        with m.Elif(refreshed):
+            m.d.sync += [held.eq(0), self.hold.eq(0)]
+        if ahead:
+            with m.If(self.tick):
+                m.d.sync += holding.eq(held & ~self.refresh)
+            m.d.comb += begun.eq(held & ~holding)
+        else:
+            m.d.comb += [holding.eq(held), begun.eq(begin)]
         left_open = Signal(banks)
         m.d.comb += left_open.eq(self.open & self.hold)
         ready = Signal()
@@ -140,25 +151,28 @@ class Refresher(wiring.Component):
         ]
         if everything:
             m.d.comb += [
-                self.precharge.eq(holding & self.open.any() & ~(self.open & ~self.precharges).any()),
+                self.precharge.eq(holding & self.open.any() & ~(self.open & ~self.closable).any()),
                 self.precharge_all.eq(self.precharge),
                 self.refresh.eq(ready & closed),
             ]
         else:
             last_activate = countdown("last_activate", t.refresh_to_other, self.activate)
-            closable = left_open & self.precharges
+            calmed = Signal(init=1)  # no activate is under way that `quiet` came too late for
+            if ahead:
+                with m.If(self.tick):
+                    m.d.sync += calmed.eq(self.quiet)
+            closable = left_open & self.closable & holding.replicate(banks)
             lowest = Signal(banks)
             m.d.comb += [
                 lowest.eq(closable & (~closable + 1)),
                 self.precharge.eq(closable.any()),
-                self.precharge_banks.eq(lowest),
                 self.precharge_bank.eq(
                     Cat(
                         (lowest & sum(1 << b for b in range(banks) if b >> k & 1)).any()
                         for k in range(exact_log2(banks))
                     )
                 ),
-                self.refresh.eq(ready & closed & last_activate),
+                self.refresh.eq(ready & closed & last_activate & calmed),
                 # A refresh keeps a distance to activates of other banks on both sides.
                 self.quiet.eq(ready),
             ]
@@ -177,7 +191,7 @@ class Refresher(wiring.Component):
             free.eq(left & ~Cat(Cat(self.wanted[b] for b in banks).any() for banks in banks_of)),
             chosen.eq(Mux(free.any(), free & (~free + 1), left & (~left + 1))),
         ]
-        with m.If(self.tick & begin):
+        with m.If(begin):
             m.d.sync += self.refresh_set.eq(
                 Cat(Cat(chosen[n] for n in range(sets) if n >> k & 1).any() for k in range(exact_log2(sets)))
             )

@@ -5,11 +5,13 @@ from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
 from ...common.trees import reduce_tree
-from .banks import place_layout
+from .aftermath import Aftermath
+from .banks import Commands, decides_ahead, place_layout
 from .queue import entry_layout
 
 PATIENCE_FRAMES = 64
 """How long the oldest entry lets others use the bank's row that it would close."""
+_FLAGS = ("preferred", "columns", "activates", "precharges")
 
 
 class Selector(wiring.Component):
@@ -26,34 +28,44 @@ class Selector(wiring.Component):
     for.
 
     Choosing takes three steps, so that none is long: collect what the entries want of each bank, flag those
-    that are ready, pick the oldest. What is collected may be a frame old where that errs to the safe side.
+    that are ready, pick the oldest. Where a frame is too short for that (`decides_ahead`), entries are
+    flagged a frame ahead, and those that the commands of the frame between forbid are taken off before the
+    oldest is picked; for that the queue is asked in the very cycle in which it changes.
 
     Parameters
     ----------
     part : the part.
     density_gbit : its density.
+    refresh : how it is refreshed.
     entries : entries of the queue.
-    shared : whether entries belong to two clients; if not, all are favoured.
+    shared : whether entries belong to two clients (reads); if not (writes), all are favoured.
 
     Members
     -------
-    collect, flag, tick : In(1) : the cycles of the three steps; `tick` is the frame's last one.
+    collect, flag, tick : In(1) : the cycles of the three steps; `tick` is the frame's last one. A controller
+        that decides ahead collects in the frame's first cycle and flags in its last one.
     entry : In(entry_layout).array, used, hits, closes, units : In : the queue's.
+    arrives : In(1), arrives_bank, arrives_hit, arrives_unit : In : deciding ahead: what the queue gets with
+        `collect`.
+    commands : In(Commands), crowded : In(1) : deciding ahead: the frame's before, and what `Banks` says.
     active : In(1) : the queue has the bus. prepare : In(1) : it has not, but may prepare.
     favour_unit : In(1) : the unit is the favoured client. first_unit : In(1) : of entries that may go, the
         unit's come first.
-    columns, activates, precharges : In(banks) : banks in which the rules and refresh allow each command.
+    columns, activates, precharges : In(banks) : banks in which the rules and refresh allow each command, in
+        the frame that is flagged.
     others : In(banks) : banks that the other queue has entries for.
     wanted : Out(banks) : banks that this queue has entries for.
-    column : Out(1), column_entry : Out(entries), column_place, column_slot, column_unit : Out : the entry
-        that may go, in the cycle of `tick`.
-    column_stay : Out(entries) : the entries before that one; all if there is none.
-    column_banks, activate_banks, precharge_banks : Out(banks) : the commands' banks as bits of vectors.
+    column : Out(1), column_place, column_slot, column_unit : Out : the entry that may go, in the cycle of
+        `tick`.
     activate, activate_bank, activate_row : Out. precharge, precharge_bank : Out.
+    leave, stay : Out(entries) : from then to the next `tick`: the entry that goes; the entries before it, all
+        if there is none.
     """
 
-    def __init__(self, *, part, density_gbit, entries, shared):
+    def __init__(self, *, part, density_gbit, refresh, entries, shared):
         self.part = part
+        self.density_gbit = density_gbit
+        self.refresh = refresh
         self.count = entries
         self.shared = shared
         place = place_layout(part, density_gbit)
@@ -67,86 +79,117 @@ class Selector(wiring.Component):
                 "tick": In(1),
                 "entry": In(layout).array(entries),
                 **{name: In(entries) for name in ("used", "hits", "closes", "units")},
+                "arrives": In(1),
+                "arrives_bank": In(bank),
+                "arrives_hit": In(1),
+                "arrives_unit": In(1),
+                "commands": In(Commands(part=part, density_gbit=density_gbit)),
+                "crowded": In(1),
                 **{name: In(1) for name in ("active", "prepare", "favour_unit", "first_unit")},
                 **{name: In(banks) for name in ("columns", "activates", "precharges", "others")},
                 "wanted": Out(banks),
                 "column": Out(1),
-                "column_entry": Out(entries),
-                "column_stay": Out(entries),
                 "column_place": Out(place),
-                "column_banks": Out(banks),
                 "column_slot": Out(layout["slot"].shape),
                 "column_unit": Out(1),
                 "activate": Out(1),
                 "activate_bank": Out(bank),
-                "activate_banks": Out(banks),
                 "activate_row": Out(place["row"].shape),
                 "precharge": Out(1),
                 "precharge_bank": Out(bank),
-                "precharge_banks": Out(banks),
+                "leave": Out(entries),
+                "stay": Out(entries, init=(1 << entries) - 1),
             }
         )
 
     def elaborate(self, platform):
         m = Module()
+        ahead = decides_ahead(self.part)
+        misses = self.used & ~self.hits
+        collected = self._elaborate_collect(m, misses, ahead)
+        ready = self._elaborate_ready(m, misses, collected)
+        flags = [Signal(self.count, name=name, reset_less=True) for name in _FLAGS]
+        if ahead:
+            ready = self._elaborate_aftermath(m, *ready)
+        columns = ready[0]
+        preferred = columns & ~(self.units ^ self.first_unit.replicate(self.count))
+        if ahead:
+            preferred, *ready = (self._moved(vector) for vector in (preferred, *ready))
+        with m.If(self.collect if ahead else self.flag):
+            m.d.sync += [flag.eq(value) for flag, value in zip(flags, (preferred, *ready), strict=True)]
+        self._elaborate_pick(m, *flags)
+        return m
+
+    def _elaborate_collect(self, m, misses, ahead):
+        """What entries want of each bank, and what the oldest one insists on."""
         count, banks = self.count, self.part.banks
-        favoured_now = self._favoured(self.favour_unit)
-
-        # Collect: what entries want of each bank.
+        favour = Signal(count)
+        m.d.comb += favour.eq(self._favoured(self.favour_unit))
         wanted = [Signal(banks, name=f"wanted_{i}") for i in range(count)]
-        m.d.comb += [
-            w.eq(used << e.place.bank) for w, used, e in zip(wanted, self.used, self.entry, strict=True)
-        ]
+        used = self.used & ~self.leave if ahead else self.used
+        m.d.comb += [w.eq(u << e.place.bank) for w, u, e in zip(wanted, used, self.entry, strict=True)]
+        if ahead:
+            arrives = Signal(banks)
+            m.d.comb += arrives.eq(self.arrives << self.arrives_bank)
+            arrives_favoured = ~(self.arrives_unit ^ self.favour_unit) if self.shared else Const(1)
+        else:
+            arrives, arrives_favoured = Const(0, banks), Const(0)
 
-        def collected(flags, name):
-            """Banks of the entries in `flags`."""
+        def collected(flags, flag, name):
+            """Banks of the entries in `flags`, and of the one that arrives, if `flag`."""
             vector = Signal(banks, name=name, reset_less=True)
-            parts = [w & flag.replicate(banks) for w, flag in zip(wanted, flags, strict=True)]
+            parts = [
+                w & flag.replicate(banks) for w, flag in zip((*wanted, arrives), (*flags, flag), strict=True)
+            ]
             with m.If(self.collect):
                 m.d.sync += vector.eq(reduce_tree(parts, _or))
             return vector
 
-        misses = self.used & ~self.hits
-        favour = Signal(count)
-        m.d.comb += favour.eq(favoured_now)
-        hit_any = collected(self.hits, "hit_any")
-        hit_favoured = collected(self.hits & favour, "hit_favoured") if self.shared else hit_any
-        missed_favoured = collected(misses & favour, "missed_favoured") if self.shared else Const(0, banks)
-        with m.If(self.collect):
-            m.d.sync += self.wanted.eq(reduce_tree(wanted, _or))
+        hit_any = collected(self.hits, self.arrives_hit, "hit_any")
+        hit_favoured, missed_favoured = hit_any, Const(0, banks)
+        if self.shared:
+            hit_favoured = collected(self.hits & favour, self.arrives_hit & arrives_favoured, "hit_favoured")
+            missed_favoured = collected(
+                misses & favour, ~self.arrives_hit & arrives_favoured, "missed_favoured"
+            )
         favour_unit = Signal()  # the one that the vectors were collected for
         with m.If(self.collect):
-            m.d.sync += favour_unit.eq(self.favour_unit)
+            m.d.sync += [
+                self.wanted.eq(reduce_tree((*wanted, arrives), _or)),
+                favour_unit.eq(self.favour_unit),
+            ]
 
         # The oldest entry's patience.
         waited = Signal(range(PATIENCE_FRAMES + 1))
         urgent, urgent_favoured = Signal(), Signal()  # the oldest entry insists; and is favoured
         insisted = Signal(banks)  # its bank, if it wants another row
-        with m.If(self.tick):
-            with m.If(self.column_entry[0] | ~self.used[0]):
-                m.d.sync += waited.eq(0)
-            with m.Elif(waited != PATIENCE_FRAMES):
-                m.d.sync += waited.eq(waited + 1)
         insists = Signal()
-        m.d.comb += insists.eq((waited == PATIENCE_FRAMES) & ~self.hits[0] & ~self.closes[0])
+        m.d.comb += insists.eq((waited == PATIENCE_FRAMES) & ~self.leave[0] & ~self.hits[0] & ~self.closes[0])
         with m.If(self.collect):
             m.d.sync += [
                 insisted.eq(wanted[0] & insists.replicate(banks)),
                 urgent.eq(insists),
                 urgent_favoured.eq(insists & favour[0]),
             ]
-        with m.If(self.tick & self.column_entry[0]):
-            m.d.sync += urgent.eq(0)
+            with m.If(self.leave[0] | ~self.used[0]):
+                m.d.sync += waited.eq(0)
+            with m.Elif(waited != PATIENCE_FRAMES):
+                m.d.sync += waited.eq(waited + 1)
+        return hit_any, hit_favoured, missed_favoured, favour_unit, insisted, urgent, urgent_favoured
 
-        # Flag: entries that are ready, by what their bank allows to favoured ones and to others.
+    def _elaborate_ready(self, m, misses, collected):
+        """Entries that are ready for each command, by what their bank allows to favoured ones and others."""
+        hit_any, hit_favoured, missed_favoured, favour_unit, insisted, urgent, urgent_favoured = collected
+        count, banks = self.count, self.part.banks
         active, may = self.active.replicate(banks), Signal(banks)
         m.d.comb += may.eq(active | (self.prepare.replicate(banks) & ~self.others))
+        columns = self.columns if decides_ahead(self.part) else self.columns & active
         go, go_other = Signal(banks), Signal(banks)
         move, move_other = Signal(banks), Signal(banks)
         m.d.comb += [
-            go.eq(self.columns & active & ~(insisted & urgent_favoured.replicate(banks))),
+            go.eq(columns & ~(insisted & urgent_favoured.replicate(banks))),
             move.eq(may & (self.activates | (self.precharges & ~hit_favoured))),
-            go_other.eq(self.columns & active & ~insisted & ~missed_favoured),
+            go_other.eq(columns & ~insisted & ~missed_favoured),
             move_other.eq(may & ~missed_favoured & (self.activates | (self.precharges & ~hit_any))),
         ]
         favour = self._favoured(favour_unit)
@@ -169,43 +212,67 @@ class Selector(wiring.Component):
         m.d.comb += insist.eq(
             urgent & self.active & misses[0] & allowed.bit_select(self.entry[0].place.bank, 1)
         )
-        columns, activates, precharges = (Signal(count, reset_less=True) for _ in range(3))
+        return goes, moves & self.closes, (moves | insist) & ~self.closes
+
+    def _elaborate_aftermath(self, m, goes, activates, precharges):
+        """What was ready a frame ahead, without what the commands since and a turn of the bus forbid."""
+        m.submodules.aftermath = aftermath = Aftermath(
+            part=self.part,
+            density_gbit=self.density_gbit,
+            refresh=self.refresh,
+            banks=self.count,
+            write=not self.shared,
+        )
+        wiring.connect(m, wiring.flipped(self.commands), aftermath.commands)
+        m.d.comb += [
+            aftermath.crowded.eq(self.crowded),
+            *(bank.eq(e.place.bank) for bank, e in zip(aftermath.bank, self.entry, strict=True)),
+        ]
+        then = [Signal(self.count, name=f"then_{name}") for name in _FLAGS[1:]]
+        had_bus = Signal()
         with m.If(self.flag):
             m.d.sync += [
-                columns.eq(goes),
-                activates.eq(moves & self.closes),
-                precharges.eq((moves | insist) & ~self.closes),
+                *(flag.eq(value) for flag, value in zip(then, (goes, activates, precharges), strict=True)),
+                had_bus.eq(self.active),
             ]
+        # a queue that just lost the bus leaves the banks to the other one
+        columns, rows = self.active, self.active | ~had_bus
+        return (
+            then[0] & ~aftermath.stops_column & columns.replicate(self.count),
+            then[1] & ~aftermath.stops_activate & rows.replicate(self.count),
+            then[2] & ~aftermath.stops_precharge & rows.replicate(self.count),
+        )
 
-        # Pick: the oldest.
-        column, activate, precharge = Signal(count), Signal(count), Signal(count)
+    def _elaborate_pick(self, m, preferred, columns, activates, precharges):
+        """The oldest of each; of columns, of those of the client that comes first."""
+        count, tick = self.count, self.tick
         if self.shared:
-            preferred = Signal(count)
-            m.d.comb += preferred.eq(columns & ~(self.units ^ self.first_unit.replicate(count)))
             pairs = zip(_oldest(preferred), _oldest(columns), strict=True)
-            chosen, stay = (Mux(preferred.any(), first, second) for first, second in pairs)
+            chosen, stays = (Mux(preferred.any(), first, second) for first, second in pairs)
         else:
-            chosen, stay = _oldest(columns)
+            chosen, stays = _oldest(columns)
+        column, activate, precharge = Signal(count), Signal(count), Signal(count)
+        banks = [e.place.bank for e in self.entry]
         m.d.comb += [
             column.eq(chosen),
-            self.column_stay.eq(stay),
             activate.eq(_oldest(activates)[0]),
             precharge.eq(_oldest(precharges)[0]),
             self.column.eq(columns.any()),
-            self.column_entry.eq(column),
             self.activate.eq(activates.any()),
             self.precharge.eq(precharges.any()),
-            self.column_banks.eq(_chosen(column, wanted)),
-            self.activate_banks.eq(_chosen(activate, wanted)),
-            self.precharge_banks.eq(_chosen(precharge, wanted)),
             self.column_place.eq(_chosen(column, [e.place.as_value() for e in self.entry])),
             self.column_slot.eq(_chosen(column, [e.slot for e in self.entry])),
             self.column_unit.eq((column & self.units).any()),
-            self.activate_bank.eq(_chosen(activate, [e.place.bank for e in self.entry])),
+            self.activate_bank.eq(_chosen(activate, banks)),
             self.activate_row.eq(_chosen(activate, [e.place.row for e in self.entry])),
-            self.precharge_bank.eq(_chosen(precharge, [e.place.bank for e in self.entry])),
+            self.precharge_bank.eq(_chosen(precharge, banks)),
         ]
-        return m
+        with m.If(tick):
+            m.d.sync += [self.leave.eq(column), self.stay.eq(stays)]
+
+    def _moved(self, vector):
+        """Bits of entries, where the entries are once the one in `leave` left."""
+        return (vector & self.stay) | ((vector >> 1) & ~self.stay)
 
     def _favoured(self, favour_unit):
         """Entries of the favoured client."""

@@ -42,7 +42,8 @@ class Shares(wiring.Component):
     unit_wants, fabric_wants : In(1) : the client has accesses that wait.
     pause : In(1) : a frame that counts for nobody (refresh).
     unit_column, fabric_column : In(1) : the frame has a column command of the client.
-    favour_unit : Out(1) : the unit is favoured. A client that wants alone always is.
+    favour_unit : Out(1) : the unit is favoured, by what was wanted in the cycle before. A client that wants
+        alone always is.
     first_unit : Out(1) : the unit's column commands come first.
     """
 
@@ -72,12 +73,10 @@ class Shares(wiring.Component):
         unit_turn, served = Signal(), Signal()
         left = Signal(range(longest + 1), init=fabric * TURN_FRAMES)
         lead = Signal(range(longest))  # frames that the fabric had too many of, not yet taken off
-        both = Signal()
+        both = Signal()  # in the cycle before
         serves = Signal()
-        m.d.comb += [
-            both.eq(self.unit_wants & self.fabric_wants & ~self.pause),
-            serves.eq(Mux(unit_turn, self.unit_column, self.fabric_column)),
-        ]
+        m.d.sync += both.eq(self.unit_wants & self.fabric_wants & ~self.pause)
+        m.d.comb += serves.eq(Mux(unit_turn, self.unit_column, self.fabric_column))
         whole = max(fabric * TURN_FRAMES, LEAST_FRAMES)
         with m.If(self.tick & both):
             m.d.sync += served.eq(served | serves)
@@ -94,10 +93,10 @@ class Shares(wiring.Component):
                     left.eq(Mux(unit_turn, whole - lead, longest - whole)),
                     lead.eq(Mux(unit_turn, 0, lead)),
                 ]
-        m.d.comb += self.favour_unit.eq(self.unit_wants & (~self.fabric_wants | unit_turn))
+        m.d.sync += self.favour_unit.eq(self.unit_wants & (~self.fabric_wants | unit_turn))
 
-        owed = Signal(signed(12))  # to the unit, in sixteenths of a column command
-        change, sum_ = Signal(signed(6)), Signal(signed(13))
+        owed = Signal(signed(13))  # to the unit, in sixteenths of a column command
+        change = Signal(signed(6))
         with m.If(self.unit_column):
             m.d.comb += change.eq(-fabric)
         with m.Elif(both):
@@ -106,13 +105,9 @@ class Shares(wiring.Component):
             m.d.comb += change.eq(-1)
         with m.Elif(owed < 0):
             m.d.comb += change.eq(1)
-        m.d.comb += sum_.eq(owed + change)
+        rises, falls = owed < OWED_LIMIT, owed > -OWED_LIMIT
         with m.If(self.tick & ~self.pause):
-            with m.If(sum_ > OWED_LIMIT):
-                m.d.sync += owed.eq(OWED_LIMIT)
-            with m.Elif(sum_ < -OWED_LIMIT):
-                m.d.sync += owed.eq(-OWED_LIMIT)
-            with m.Else():
-                m.d.sync += owed.eq(sum_)
+            with m.If(Mux(change < 0, falls, rises)):
+                m.d.sync += owed.eq(owed + change)
             m.d.sync += self.first_unit.eq(owed > 0)
         return m
