@@ -51,7 +51,7 @@ class DramController(wiring.Component):
     tag : shape of what comes back with an answer.
     fabric_share : sixteenths of the time that belong to the fabric when both want it, 0 to 16.
     read_entries, write_entries : accesses that are looked at together, at least 8; by default 16, reads
-        of HBM3 and LPDDR5X 32: rows of few banks open so late that 16 do not reach far enough.
+        of LPDDR5X 32, of HBM3 40: rows of few banks open so late that 16 do not reach far enough.
 
     Members
     -------
@@ -444,4 +444,4 @@ class DramController(wiring.Component):
 
 def default_read_entries(part):
     """Reads that a controller of the part looks at together unless told otherwise."""
-    return {Dram.DDR5_6400: 16, Dram.DDR5_4800: 16}.get(part.dram, 32)
+    return {Dram.LPDDR5X_8533: 32, Dram.HBM3_6400: 40}.get(part.dram, 16)
