@@ -6,7 +6,8 @@ import pytest
 from nearkv.errors import ArgumentError
 from nearkv.estimate import GPUS, Setup, Value, device, estimate, gpu, kv_format, of
 from nearkv.estimate.layers import fetch_rate, gpu_seconds, link_rates, on_devices
-from nearkv.estimate.systems import gpu_room, matrices
+from nearkv.estimate.steps import matrices
+from nearkv.estimate.systems import gpu_room
 from nearkv_hw.abi import configure
 from nearkv_sim.model import timing
 

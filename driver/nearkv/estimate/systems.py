@@ -1,21 +1,8 @@
-"""The closed forms: a decode step of every system, from the times of its parts.
-
-A step is `layers` times a layer's work on the GPUs, G (weights, arithmetic, reductions among GPUs), and its
-attention. With the time A of attention on a GPU, F of fetching rows over the link, D of attention on the
-devices with its queries and results over the link, R of a round trip, and m micro-batches:
-
-- GPU only: G + A.
-- Memory without compute: max(G + A, F), for rows of the next layer are fetched while this one works.
-- Devices: G + R + D for one micro-batch; else the largest of m G, m D and G + R + D, each for a batch m times
-  smaller: the GPUs work on one micro-batch while the devices work on another.
-- Three tiers: G + max(A, R + D, F) where GPU, devices and further memory hold a share of the rows each, and
-  partial results merge exactly.
-"""
+"""The answers: a decode step of every system, with its capacity, traffic and energy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
@@ -24,19 +11,14 @@ from nearkv_hw.abi.config import Placement
 from nearkv.errors import ArgumentError
 
 from .energy import FORM_FACTORS, Energy, Events, energy, gpu_energy, throttle
-from .layers import OnDevices, fetch_rate, gpu_seconds, has_units, on_devices
-from .models import AttentionLayers
+from .layers import has_units
 from .setup import GPU_RESERVE, Setup
+from .steps import Rows, Step, Work, on_gpus, with_devices, with_memory, with_tiers
 from .value import NOTHING, Band
 
 GPU_ONLY = "gpu"
 MEMORY = "gpu+memory"
 TIERS = "three tiers"
-_REDUCE_S = 5e-6
-"""A reduction among GPUs apart from its bytes (NCCL, small messages over NVLink); two in a layer. Assumed."""
-_MATRIX_EFFICIENCY = 0.7
-"""Share of the bf16 rate that matrix products of a decode batch reach. Assumed."""
-_ELEMENT_BYTES = 2
 _GPU_SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 """Shares of the rows that GPUs have room for, of which three tiers take the best."""
 
@@ -146,7 +128,7 @@ def estimate(setup: Setup) -> list[Answer]:
             placed = setup.at(placement)
         except ValueError:
             continue
-        answers.append(_with_devices(placed) if has_units(placed) else _with_rows_fetched(placed))
+        answers.append(_at_placement(placed))
     if has_units(setup):
         answers.append(_three_tiers(setup))
     return answers
@@ -155,18 +137,6 @@ def estimate(setup: Setup) -> list[Answer]:
 def gpu_room(setup: Setup) -> float:
     """Bytes that the GPUs have for KV rows beside the weights; less than 0 where even these have no room."""
     return setup.gpus * setup.gpu.memory_bytes.value * (1 - GPU_RESERVE) - setup.model.weight_bytes
-
-
-def matrices(setup: Setup, batch: int) -> dict[str, float]:
-    """Seconds of a step outside attention, by part, on all GPUs."""
-    model, gpu, gpus = setup.model, setup.gpu, setup.gpus
-    reads = model.weights_read_bytes(batch) / (gpus * gpu.bandwidth.value * gpu.attention_efficiency.value)
-    work = batch * model.matrix_flops() / (gpus * gpu.flops.value * _MATRIX_EFFICIENCY)
-    parts = {"weights" if reads >= work else "gpu arithmetic": max(reads, work)}
-    if gpus > 1:
-        moved = 2 * (gpus - 1) / gpus * batch * model.hidden * _ELEMENT_BYTES / gpu.peer_link.value
-        parts["gpu interconnect"] = 2 * model.layers * (_REDUCE_S + moved)
-    return parts
 
 
 def _split(setup: Setup, *, gpu: float, device: bool, host: bool) -> Split:
@@ -212,82 +182,34 @@ def _max_batch(setup: Setup, *, gpu: bool, device: bool, host: bool) -> int:
     return 1 << 20 if host else int(found)
 
 
-def _attention(setup: Setup, of: Callable[[AttentionLayers], float]) -> float:
-    """Sum over all attention layers."""
-    return sum(kind.count * of(kind) for kind in setup.model.attention)
-
-
-def _on_gpus(setup: Setup) -> dict[str, float]:
-    """A step whose attention the GPUs work out, over all rows."""
-    attention = _attention(
-        setup, lambda kind: gpu_seconds(setup, kind, kind.rows(setup.context), setup.batch)
-    )
-    return {**matrices(setup, setup.batch), "gpu attention": attention}
+def _work(setup: Setup, split: Split) -> Work:
+    """The step of a full batch whose rows lie so."""
+    rows = []
+    for kind in setup.model.attention:
+        whole = setup.batch * kind.rows(setup.context)
+        rows.append(Rows(gpu=split.gpu * whole, device=split.device * whole, host=split.host * whole))
+    return Work(batch=setup.batch, rows=rows, near=setup.batch)
 
 
 def _gpu_only(setup: Setup) -> Answer:
     split = _split(setup, gpu=1.0, device=False, host=False)
-    parts = _on_gpus(setup)
-    step = sum(parts.values())
-    return _answer(setup, GPU_ONLY, parts, step, step, split, gpu=True)
+    step = on_gpus(setup, _work(setup, _with_room(split, gpu=True)))
+    return _answer(setup, GPU_ONLY, step, split, gpu=True)
 
 
 def _with_memory(setup: Setup) -> Answer:
     """What has no room on the GPUs lies in CXL memory, and is fetched."""
     split = _split(setup, gpu=1.0, device=True, host=False)
-    parts = _on_gpus(setup)
-    # rows without room anywhere are fetched, too: what it would take with room
-    fetched = (
-        (1 - split.gpu) * setup.batch * setup.model.kv_bytes(setup.context, setup.kv_format, padded=True)
-    )
-    busy = sum(parts.values())
-    parts["link"] = fetched / fetch_rate(setup)
-    return _answer(
-        setup, MEMORY, parts, max(busy, parts["link"]), busy, split, gpu=True, device=True, fetched=fetched
-    )
+    step = with_memory(setup, _work(setup, _with_room(split)))
+    return _answer(setup, MEMORY, step, split, gpu=True, device=True)
 
 
-def _with_rows_fetched(setup: Setup) -> Answer:
-    """All rows on devices that have no units: the host side reads every one."""
+def _at_placement(setup: Setup) -> Answer:
+    """All rows on the devices; where these have no units, the host side reads every one."""
     split = _split(setup, gpu=0.0, device=True, host=False)
-    parts = _on_gpus(setup)
-    busy = sum(parts.values())
-    fetched = setup.batch * setup.model.kv_bytes(setup.context, setup.kv_format, padded=True)
-    parts["link"] = fetched / fetch_rate(setup)
-    step = max(busy, parts["link"])
-    name = f"gpu+{setup.config.placement.name.lower()}"
-    return _answer(setup, name, parts, step, busy, split, device=True, fetched=fetched)
-
-
-def _with_devices(setup: Setup) -> Answer:
-    """All rows on the devices, which work attention out."""
-    split = _split(setup, gpu=0.0, device=True, host=False)
-    turns = setup.micro_batches
-    batch = ceil(setup.batch / turns)
-    matrix = matrices(setup, batch)
-    calls = [
-        (kind, on_devices(setup, kind, kind.rows(setup.context), batch, partial=False))
-        for kind in setup.model.attention
-    ]
-    device = sum(kind.count * call.seconds for kind, call in calls)
-    link = sum(kind.count * (call.out_s + call.in_s) for kind, call in calls)
-    trips = setup.model.attention_layers * setup.round_trip_s
-    on_gpu = sum(matrix.values())
-    chain = on_gpu + trips + device + link
-    step = chain if turns == 1 else max(turns * on_gpu, turns * (device + link), chain)
-    _, slowest = max(calls, key=lambda item: item[0].count * item[1].seconds)
-    parts = {name: turns * seconds for name, seconds in matrix.items()}
-    parts |= {f"device {slowest.bound}": turns * device, "link": turns * link, "round trips": trips}
-    return _answer(
-        setup,
-        f"gpu+{setup.config.placement.name.lower()}",
-        parts,
-        step,
-        min(step, turns * on_gpu),
-        split,
-        device=True,
-        calls=[(turns * kind.count, call) for kind, call in calls],
-    )
+    form = with_devices if has_units(setup) else with_memory
+    step = form(setup, _work(setup, _with_room(split)))
+    return _answer(setup, f"gpu+{setup.config.placement.name.lower()}", step, split, device=True)
 
 
 def _three_tiers(setup: Setup) -> Answer:
@@ -297,65 +219,31 @@ def _three_tiers(setup: Setup) -> Answer:
 
 def _with_tiers(setup: Setup, gpu_share: float) -> Answer:
     split = _split(setup, gpu=gpu_share, device=True, host=True)
-    matrix = matrices(setup, setup.batch)
-    per_layer, calls = 0.0, []
-    parts = {"gpu attention": 0.0, "link": 0.0}
-    device = trips = 0.0
-    fetched = 0.0
-    bound = "memory"
-    for kind in setup.model.attention:
-        rows = kind.rows(setup.context)
-        hot = gpu_seconds(setup, kind, (split.gpu + split.host) * rows, setup.batch)
-        cold = setup.batch * split.host * rows * kind.row_bytes(setup.kv_format)
-        fetch = cold / (setup.gpus * setup.gpu.host_link.value)
-        near = 0.0
-        if split.device > 0:
-            call = on_devices(
-                setup, kind, split.device * rows, setup.batch, partial=split.gpu + split.host > 0
-            )
-            calls.append((kind.count, call))
-            near = setup.round_trip_s + call.seconds + call.out_s + call.in_s
-            device, bound = device + kind.count * call.seconds, call.bound
-            trips += kind.count * setup.round_trip_s
-            parts["link"] += kind.count * (call.out_s + call.in_s)
-        per_layer += kind.count * max(hot, fetch, near)
-        parts["gpu attention"] += kind.count * hot
-        parts["link"] += kind.count * fetch
-        fetched += kind.count * cold
-    parts |= {f"device {bound}": device, "round trips": trips, **matrix}
-    on_gpu = sum(matrix.values())
     return _answer(
-        setup,
-        TIERS,
-        parts,
-        on_gpu + per_layer,
-        on_gpu + parts["gpu attention"],
-        split,
-        gpu=True,
-        device=True,
-        host=True,
-        calls=calls,
-        host_fetched=fetched,
+        setup, TIERS, with_tiers(setup, _work(setup, split)), split, gpu=True, device=True, host=True
     )
+
+
+def _with_room(split: Split, *, gpu: bool = False) -> Split:
+    """As it would be with room for all rows: what has none is on the devices, or on the GPUs."""
+    if gpu:
+        return replace(split, gpu=1.0)
+    return replace(split, device=1.0 - split.gpu)
 
 
 def _answer(
     setup: Setup,
     system: str,
-    parts: dict[str, float],
-    step: float,
-    gpu_busy: float,
+    step: Step,
     split: Split,
     *,
     gpu: bool = False,
     device: bool = False,
     host: bool = False,
-    fetched: float = 0.0,
-    host_fetched: float = 0.0,
-    calls: Iterable[tuple[int, OnDevices]] = (),
 ) -> Answer:
     """Traffic, energy and capacity of a step whose times are known."""
-    moved = sum(count * (call.out_bytes + call.in_bytes) for count, call in calls)
+    calls, fetched, seconds = step.calls, step.fetched, step.seconds
+    moved = step.out_bytes + step.in_bytes
     near = sum(count * call.lines for count, call in calls)
     writes = sum(count * (call.writes + call.out_bytes / 64) for count, call in calls)
     crossbar = setup.config.placement is Placement.FABRIC
@@ -369,21 +257,23 @@ def _answer(
     )
     spent = Energy()
     if device:
-        spent = energy(setup.config, events, seconds=step, devices=setup.devices, switch=setup.switch)
-    whole = {"gpus": gpu_energy(setup.gpu, count=setup.gpus, busy_s=min(gpu_busy, step), total_s=step)}
-    power = spent.total * (1 / step / setup.devices)
+        spent = energy(setup.config, events, seconds=seconds, devices=setup.devices, switch=setup.switch)
+    whole = {
+        "gpus": gpu_energy(setup.gpu, count=setup.gpus, busy_s=min(step.gpu_busy, seconds), total_s=seconds)
+    }
+    power = spent.total * (1 / seconds / setup.devices)
     fits, why_not = _fits(setup, split)
     return Answer(
         system=system,
         fits=fits,
         why_not=why_not,
-        step_s=step,
+        step_s=seconds,
         batch=setup.batch,
-        parts=parts,
-        bound=max(parts, key=lambda name: parts[name]),
+        parts=step.parts,
+        bound=max(step.parts, key=lambda name: step.parts[name]),
         split=split,
         max_batch=_max_batch(setup, gpu=gpu, device=device, host=host),
-        link_bytes=moved + fetched + host_fetched,
+        link_bytes=moved + fetched + step.host_fetched,
         energy=whole | spent.parts,
         device_power_w=power,
         throttled=throttle(power, FORM_FACTORS[setup.form]),
