@@ -303,6 +303,7 @@ def _frames(part: DramPart, density_gbit: int, refresh: Refresh) -> FrameTimings
     )
 
 
+@cache
 def ceiling(part: DramPart, density_gbit: int, refresh: Refresh) -> float:
     """Share of the time in which data can flow, as refresh leaves it.
 
