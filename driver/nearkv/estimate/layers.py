@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from math import ceil
+from typing import Any
 
-from nearkv_hw.abi.config import Placement
+from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi.config import Link, Placement
 from nearkv_hw.abi.dram import PARTS, ceiling
 from nearkv_hw.abi.formats import OutputForm
 from nearkv_hw.abi.lines import LINE_BYTES, lines_of
@@ -67,13 +70,20 @@ def link_rates(setup: Setup) -> tuple[float, float]:
 
     Hosts that share the devices share their links.
     """
-    rate = RATES[setup.config.link]
+    write, read = _link_bytes(setup.config.link)
     own = setup.gpus * setup.gpu.host_link.value
     devices = setup.devices / setup.hosts
     return (
-        min(own, devices * float(rate.write_bytes_per_second)),
-        min(own, devices * float(rate.read_bytes_per_second)),
+        min(own, devices * write),
+        min(own, devices * read),
     )
+
+
+@cache
+def _link_bytes(link: Link) -> tuple[float, float]:
+    """Bytes/s that a link writes and reads."""
+    rate = RATES[link]
+    return float(rate.write_bytes_per_second), float(rate.read_bytes_per_second)
 
 
 def fetch_rate(setup: Setup) -> float:
@@ -107,8 +117,9 @@ def on_devices(setup: Setup, kind: AttentionLayers, rows: float, batch: int, *, 
     query_lines = lines_of(kind.head_dim * _QUERY_BYTES)
     row_lines = kind.pitch_bytes(setup.kv_format) / kind.kv_heads / LINE_BYTES
     taken = 1 + kind.value_dim / kind.head_dim if kind.shared_row else 1.0
-    work = timing.uniform(
+    cycles, bound = _cycles(
         config,
+        setup.host_share,
         jobs=each * setup.hosts,
         rows=job_rows,
         group=kind.group,
@@ -119,16 +130,14 @@ def on_devices(setup: Setup, kind: AttentionLayers, rows: float, batch: int, *, 
         result_lines=layout.lines,
         taken=taken,
     )
-    cycles = timing.call(config, work, host_share=setup.host_share)
-    found = timing.batch(config, [work], host_share=setup.host_share)
-    heads, passes = batch * kind.q_heads * shares, len(work.passes)
+    heads, passes = batch * kind.q_heads * shares, len(timing.passes_of(config, kind.group))
     out_bytes = LINE_BYTES * (heads * query_lines + jobs * shares * _COMMAND_LINES)
     in_bytes = LINE_BYTES * (heads * result_lines + jobs * shares * _COMMAND_LINES)
     write_rate, read_rate = link_rates(setup)
     products = batch * rows * kind.q_heads * (kind.head_dim + kind.value_dim)
     return OnDevices(
         seconds=cycles / (config.clock_mhz * 1e6),
-        bound=found.bound,
+        bound=bound,
         out_bytes=out_bytes,
         in_bytes=in_bytes,
         out_s=out_bytes / write_rate,
@@ -138,6 +147,14 @@ def on_devices(setup: Setup, kind: AttentionLayers, rows: float, batch: int, *, 
         multiplies=products,
         sum_bits=2 * batch * rows * kind.q_heads * kind.value_dim * SUM_BITS,
     )
+
+
+@lru_cache(maxsize=1 << 16)
+def _cycles(config: DeviceConfig, host_share: float, **work: Any) -> tuple[float, str]:
+    """Cycles of equal jobs, and what sets their pace."""
+    jobs = timing.uniform(config, **work)
+    found = timing.batch(config, [jobs], host_share=host_share)
+    return timing.call(config, jobs, host_share=host_share), found.bound
 
 
 def has_units(setup: Setup) -> bool:
