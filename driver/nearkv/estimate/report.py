@@ -22,7 +22,7 @@ _PANELS = 4
 """Values of the second axis that get a panel each: the first, the last, and some between."""
 _SHOWN = ("gpu", "gpu+memory", "gpu+rank", "gpu+controller", "gpu+host", "three tiers")
 """Systems that are drawn; phy and fabric lie where controller does."""
-_COLOURS = dict(zip(_SHOWN, ("#000000", "#d55e00", "#56b4e9", "#0072b2", "#e69f00", "#009e73"), strict=True))
+COLOURS = dict(zip(_SHOWN, ("#000000", "#d55e00", "#56b4e9", "#0072b2", "#e69f00", "#009e73"), strict=True))
 """Okabe and Ito's colours, which most people can tell apart."""
 
 
@@ -52,20 +52,26 @@ def write(path: Path, setup: Setup, axes: Axes, rows: Rows) -> None:
     ArgumentError : the ending is unknown, or what it needs is not installed.
     """
     check_outputs([path])
+    if path.suffix == ".png":
+        path.write_bytes(figure(setup, axes, rows))
+    elif path.suffix == ".html":
+        path.write_text(page(setup, axes, rows))
+    else:
+        write_rows(path, rows)
+
+
+def write_rows(path: Path, rows: Rows) -> None:
+    """Write a table as CSV or Parquet, as the file's ending says."""
     if path.suffix == ".csv":
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    elif path.suffix == ".parquet":
+    else:
         import pyarrow
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-    elif path.suffix == ".png":
-        path.write_bytes(figure(setup, axes, rows))
-    else:
-        path.write_text(page(setup, axes, rows))
 
 
 def figure(setup: Setup, axes: Axes, rows: Rows, value: str = "time_per_output_token_ms") -> bytes:
@@ -73,14 +79,10 @@ def figure(setup: Setup, axes: Axes, rows: Rows, value: str = "time_per_output_t
 
     Dashed where the rows have no room.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     x, *others = axes
     panels = _panels(axes[others[0]]) if others else [None]
     fixed = {name: axes[name][0] for name in others[1:]}
-    drawing = Figure(figsize=(1.5 + 4.2 * len(panels), 4.6), layout="constrained")
-    FigureCanvasAgg(drawing)
+    drawing = sheet(1.5 + 4.2 * len(panels), 4.6)
     plots = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for plot, panel in zip(plots, panels, strict=True):
         wanted = fixed if panel is None else {**fixed, others[0]: panel}
@@ -101,6 +103,21 @@ def figure(setup: Setup, axes: Axes, rows: Rows, value: str = "time_per_output_t
     drawing.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
     more = "".join(f", {name} {at}" for name, at in fixed.items())
     drawing.suptitle(f"{setup.model.name}, {setup.gpus} x {setup.gpu.name}, {setup.devices} devices{more}")
+    return png(drawing)
+
+
+def sheet(width: float, height: float) -> Any:
+    """A figure to draw on, in inches; no display is needed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(drawing)
+    return drawing
+
+
+def png(drawing: Any) -> bytes:
+    """A figure as PNG."""
     buffer = io.BytesIO()
     drawing.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
@@ -118,7 +135,7 @@ def _draw(plot: Any, x: str, line: Rows, value: str, system: str) -> None:
     at, values = [row[x] for row in line], [row[value] for row in line]
     if not any(values):
         return
-    style = {"color": _COLOURS[system], "linewidth": 1.6}
+    style = {"color": COLOURS[system], "linewidth": 1.6}
     plot.plot(at, values, linestyle=":", **style)
     room = [v if row["fits"] else float("nan") for row, v in zip(line, values, strict=True)]
     plot.plot(at, room, marker="o", markersize=3, label=system, **style)
@@ -157,31 +174,66 @@ _COLUMNS = {
 
 def page(setup: Setup, axes: Axes, rows: Rows) -> str:
     """One HTML page with everything in it: the question, plots, the table. It loads nothing."""
-    images = "".join(
-        f'<h2>{html.escape(title)}</h2><img alt="{html.escape(title)}" '
-        f'src="data:image/png;base64,{base64.b64encode(figure(setup, axes, rows, value)).decode()}">'
-        for value, title in _TITLES.items()
-    )
-    asked = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>"
-        for name, value in (setup.to_dict() | {"config": ""} | setup.config.to_dict()).items()
-        if name not in axes and name != "config"
-    )
+    images = "".join(image(title, figure(setup, axes, rows, value)) for value, title in _TITLES.items())
+    asked = {name: value for name, value in flat(setup).items() if name not in axes}
     names = {**{name: name for name in axes}, **_COLUMNS}
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in names.values())
-    body = "".join(
-        f"<tr{'' if row['fits'] else ' class=no'}>"
-        + "".join(f"<td>{html.escape(_cell(row[name]))}</td>" for name in names)
-        + "</tr>"
-        for row in rows
+    answers = table(names, rows, [not row["fits"] for row in rows])
+    return document(
+        f"{setup.model.name}: estimates over {', '.join(axes)}",
+        "<p>Lines are dotted, and rows grey, where weights or KV rows have no room: what it would take with "
+        f"room.</p>{images}<h2>What was asked</h2>{pairs(asked)}<h2>All answers</h2>{answers}",
     )
-    title = html.escape(f"{setup.model.name}: estimates over {', '.join(axes)}")
+
+
+def flat(setup: Setup) -> dict[str, Any]:
+    """What is asked, with the fields of the devices' configuration."""
+    asked = setup.to_dict() | setup.config.to_dict()
+    del asked["config"]
+    return asked
+
+
+def document(title: str, body: str) -> str:
+    """An HTML page that loads nothing."""
+    title = html.escape(title)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-        f"<h1>{title}</h1><p>Lines are dotted, and rows grey, where weights or KV rows have no room: what it "
-        f"would take with room.</p>{images}<h2>What was asked</h2><table>{asked}</table>"
-        f'<h2>All answers</h2><div class="scroll"><table><tr>{head}</tr>{body}</table></div></html>'
+        f"<h1>{title}</h1>{body}</html>"
     )
+
+
+def image(title: str, data: bytes) -> str:
+    """A PNG within a page, under its title."""
+    title = html.escape(title)
+    source = base64.b64encode(data).decode()
+    return f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{source}">'
+
+
+def pairs(values: dict[str, Any]) -> str:
+    """A table of names and values."""
+    rows = (
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>"
+        for name, value in values.items()
+    )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def table(names: dict[str, str], rows: Rows, grey: Sequence[bool] = ()) -> str:
+    """A table with the columns `names`, titles by name.
+
+    Parameters
+    ----------
+    names : titles by name.
+    rows : what to show.
+    grey : which rows to show in grey; none if not given.
+    """
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in names.values())
+    body = "".join(
+        f"<tr{' class=no' if number < len(grey) and grey[number] else ''}>"
+        + "".join(f"<td>{html.escape(_cell(row[name]))}</td>" for name in names)
+        + "</tr>"
+        for number, row in enumerate(rows)
+    )
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _cell(value: Any) -> str:

@@ -94,7 +94,7 @@ def question(setup: Setup, point: Mapping[str, Any]) -> Setup:
 def answer(setup: Setup, point: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of a point: a flat one for every system."""
     asked = question(setup, point)
-    return [{**point, **_flat(found.to_dict())} for found in estimate(asked)]
+    return [{**point, **flatten(found.to_dict())} for found in estimate(asked)]
 
 
 def run(
@@ -158,14 +158,14 @@ def _on_dask(
             yield future.result()
 
 
-def _flat(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def flatten(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Nested dicts as one, names joined by dots; parts that depend on the system are left out."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
         if name in ("parts_ms", "energy_parts_j"):
             continue
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{before}{name}.")
+            flat |= flatten(value, f"{before}{name}.")
         else:
             flat[f"{before}{name}"] = value
     return flat
