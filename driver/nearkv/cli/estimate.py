@@ -9,8 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .output import JsonOption, print_json, print_table, say
-from .overrides import SetOption, overrides_of
+from .output import JsonOption, bytes_of, print_json, print_table, say
+from .overrides import SetOption
+from .setups import (
+    CapacityOption,
+    ConfigFileOption,
+    DeviceOption,
+    DevicesOption,
+    GpuOption,
+    GpusOption,
+    HostShareOption,
+    HostsOption,
+    KVFormatOption,
+    LaunchOption,
+    MicroBatchesOption,
+    ModelOption,
+    SwitchOption,
+    setup_of,
+)
 
 if TYPE_CHECKING:
     from nearkv.estimate import Answer, Band, Setup
@@ -32,32 +48,22 @@ def estimate(
     axes: Annotated[
         list[str] | None, typer.Argument(help="More axes of the sweep.", metavar="[AXIS]...")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A model of the table; see --list.")] = None,
-    config: Annotated[Path | None, typer.Option(help="The model's Hugging Face config.json.")] = None,
+    model: ModelOption = None,
+    config: ConfigFileOption = None,
     context: Annotated[str, typer.Option(help="Tokens of every sequence: 128k.")] = "32k",
     batch: Annotated[str, typer.Option(help="Sequences that decode together.")] = "1",
-    kv_format: Annotated[
-        str, typer.Option(help="bf16, fp16, fp8_e4m3, fp8_e5m2, int8, int4, mxfp4, nvfp4.")
-    ] = "bf16",
-    gpu: Annotated[str, typer.Option(help="A GPU of the table; see --list.")] = "h100",
-    gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 1,
-    device: Annotated[str, typer.Option(help="Preset of the devices.")] = "card",
+    kv_format: KVFormatOption = "bf16",
+    gpu: GpuOption = "h100",
+    gpus: GpusOption = 1,
+    device: DeviceOption = "card",
     overrides: SetOption = None,
-    devices: Annotated[int, typer.Option(help="How many of them.")] = 1,
-    capacity: Annotated[
-        str, typer.Option(help="Memory of a device, such as 512g; what its parts hold if not given.")
-    ] = "0",
-    micro_batches: Annotated[
-        int, typer.Option(help="Parts of the batch that take turns on GPU and device.")
-    ] = 1,
-    launch_us: Annotated[
-        float | None, typer.Option(help="Microseconds in which GPU and device hand a layer over.")
-    ] = None,
-    switch: Annotated[bool, typer.Option("--switch", help="A CXL switch is on the way.")] = False,
-    hosts: Annotated[int, typer.Option(help="Hosts that share the devices, with the same work each.")] = 1,
-    host_share: Annotated[
-        float, typer.Option(help="Lines per cycle and slice that others want of a device's memory.")
-    ] = 0.0,
+    devices: DevicesOption = 1,
+    capacity: CapacityOption = "0",
+    micro_batches: MicroBatchesOption = 1,
+    launch_us: LaunchOption = None,
+    switch: SwitchOption = False,
+    hosts: HostsOption = 1,
+    host_share: HostShareOption = 0.0,
     form: Annotated[str, typer.Option(help="The card's form: e3s, e3s-2t, e3l-2t, cem or cem-8pin.")] = "cem",
     sweep: Annotated[
         list[str] | None,
@@ -76,31 +82,26 @@ def estimate(
     Compared are the GPU alone, GPU and CXL memory without compute, GPU and devices with their units at every
     place, and three tiers (GPU, devices, host memory). Figures and their sources are in docs/estimate.md.
     """
-    from nearkv.estimate import Setup, formats, from_config
     from nearkv.estimate import estimate as answers_of
-    from nearkv.estimate import gpus as known_gpus
     from nearkv.estimate.quantities import quantity
-    from nearkv.estimate.setup import LAUNCH_S
-    from nearkv.estimate.setup import device as described
-    from nearkv.estimate.table import model as known
 
     if listing:
         _list(as_json)
         return
-    if (model is None) == (config is None):
-        raise typer.BadParameter("give --model NAME or --config FILE; --list shows the names")
-    setup = Setup(
-        model=from_config(config) if config else known(str(model)),
+    setup = setup_of(
+        model=model,
+        config=config,
         context=quantity(context, "context"),
         batch=quantity(batch, "batch"),
-        kv_format=formats.kv_format(kv_format),
-        gpu=known_gpus.gpu(gpu),
+        kv_format=kv_format,
+        gpu=gpu,
         gpus=gpus,
-        config=described(device, **overrides_of(overrides)),
+        device=device,
+        overrides=overrides,
         devices=devices,
-        capacity_bytes=quantity(capacity, "capacity"),
+        capacity=capacity,
         micro_batches=micro_batches,
-        launch_s=LAUNCH_S.value if launch_us is None else launch_us * 1e-6,
+        launch_us=launch_us,
         switch=switch,
         hosts=hosts,
         host_share=host_share,
@@ -159,7 +160,7 @@ def _row(answer: Answer) -> tuple[str, ...]:
         f"{answer.tokens_per_s:,.1f}",
         answer.bound,
         f"{shares} %",
-        _bytes(answer.link_bytes / answer.batch),
+        bytes_of(answer.link_bytes / answer.batch),
         _band(answer.energy_per_token),
         f"{'! ' if answer.throttled.mid > 1 else ''}{_band(power)}" if power.high else "",
         "no limit" if answer.max_batch >= 1 << 20 else f"{answer.max_batch:,}",
@@ -168,13 +169,6 @@ def _row(answer: Answer) -> tuple[str, ...]:
 
 def _band(band: Band) -> str:
     return f"{band.low:.3g} to {band.high:.3g}"
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def _list(as_json: bool) -> None:

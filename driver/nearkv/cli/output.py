@@ -33,6 +33,14 @@ def say(text: str) -> None:
     Console().print(text)
 
 
+def bytes_of(count: float) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
 def fail(error: BaseException) -> None:
     """Print an error to the error stream."""
     Console(stderr=True, soft_wrap=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}")
