@@ -7,7 +7,15 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "module", ["nearkv.cache", "nearkv.device", "nearkv.estimate.sweep", "nearkv.estimate.systems"]
+    "module",
+    [
+        "nearkv.cache",
+        "nearkv.device",
+        "nearkv.estimate.steps",
+        "nearkv.estimate.sweep",
+        "nearkv.estimate.systems",
+        "nearkv.serving",
+    ],
 )
 def test_examples(module):
     result = doctest.testmod(importlib.import_module(module))

@@ -139,6 +139,11 @@ def gpu_room(setup: Setup) -> float:
     return setup.gpus * setup.gpu.memory_bytes.value * (1 - GPU_RESERVE) - setup.model.weight_bytes
 
 
+def weight_gpus(setup: Setup) -> int:
+    """GPUs that the weights take."""
+    return ceil(setup.model.weight_bytes / (setup.gpu.memory_bytes.value * (1 - GPU_RESERVE)))
+
+
 def _split(setup: Setup, *, gpu: float, device: bool, host: bool) -> Split:
     """Rows go to the GPUs first, as far as that share of their room goes, then to the devices, then to the
     host's memory, if they may."""
@@ -160,8 +165,7 @@ def _split(setup: Setup, *, gpu: float, device: bool, host: bool) -> Split:
 
 def _fits(setup: Setup, split: Split) -> tuple[bool, str]:
     if gpu_room(setup) < 0:
-        need = ceil(setup.model.weight_bytes / (setup.gpu.memory_bytes.value * (1 - GPU_RESERVE)))
-        return False, f"weights: they take {need} GPUs"
+        return False, f"weights: they take {weight_gpus(setup)} GPUs"
     missing = 1.0 - split.gpu - split.device - split.host
     if missing > 1e-9:
         return False, f"KV rows: {100 * missing:.0f} % have no room"
