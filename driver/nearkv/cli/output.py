@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 """The option that every command has."""
@@ -21,8 +21,9 @@ def print_json(data: Any) -> None:
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Print a table for people."""
-    table = Table(*columns, title=title, title_justify="left")
+    """Print a table for people; what is in its first column is not broken."""
+    first, *others = columns
+    table = Table(Column(first, no_wrap=True), *others, title=title, title_justify="left")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     Console().print(table)
