@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -44,15 +42,6 @@ def lines_to_rows(lines: npt.NDArray[np.uint8], elements: int, dtype: torch.dtyp
     """Lines [..., lines, 64] as rows [..., elements] of a 16-bit type."""
     codes = lines.reshape(*lines.shape[:-2], lines.shape[-2] * LINE_BYTES).view(np.int16)[..., :elements]
     return torch.from_numpy(codes.copy()).view(dtype)
-
-
-def column(layout: Layout, name: str, lines: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """A byte-aligned field of packed records [..., 64] as a view, to read or to assign."""
-    field, offset = layout[name], layout.offset(name)
-    if field.width not in (8, 16, 32, 64) or offset % field.width:
-        raise ValueError(f"{layout.name}.{name} is no aligned whole number of bytes")
-    kind = np.dtype(f"<{'i' if field.signed else 'u'}{field.width // 8}")
-    return lines.view(kind)[..., offset // field.width]
 
 
 def record_line(layout: Layout, **values: int) -> Lines:

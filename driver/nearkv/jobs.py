@@ -17,10 +17,11 @@ from nearkv_hw.abi.memory import (
     ResultLayout,
     RowLayout,
 )
+from nearkv_sim.columns import column
 from nearkv_sim.port import Lines, Operation, Read
 
 from .arguments import Bounds
-from .codec import FORMATS, column, record_line, rows_to_lines, span
+from .codec import FORMATS, record_line, rows_to_lines, span
 from .errors import DeviceError
 from .reference import Partial, log_sum_exp
 from .ring import Completions

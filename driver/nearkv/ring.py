@@ -26,9 +26,10 @@ from nearkv_hw.abi.window import (
     register_address,
     window_base,
 )
+from nearkv_sim.columns import column
 from nearkv_sim.port import DeviceTimeout, Fence, Operation, Poll, Port, Read, ReadResult, Write
 
-from .codec import column, one
+from .codec import one
 from .errors import ClosedError, DeviceTimeoutError, ProtocolError
 
 _PHASE_BYTE = COMPLETION.offset("phase") // 8

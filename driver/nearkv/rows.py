@@ -14,9 +14,10 @@ from nearkv_hw.abi.config import EXTENT_SHIFT
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import RowLayout
 from nearkv_hw.abi.window import DEVICE_COUNTERS, DEVICE_COUNTERS_LINE, register_address
+from nearkv_sim.columns import column
 from nearkv_sim.port import Addresses, Fence, Lines, Operation, Read
 
-from .codec import column, lines_to_rows, one
+from .codec import lines_to_rows, one
 from .table import PageTable, RowAddresses
 from .tenant import Tenant
 

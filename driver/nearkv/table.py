@@ -14,9 +14,10 @@ from nearkv_hw.abi.memory import (
     table_bytes,
     table_entry_lines,
 )
+from nearkv_sim.columns import column
 from nearkv_sim.port import Addresses, Lines
 
-from .codec import column, record_line, span
+from .codec import record_line, span
 
 _ENTRY_SHIFT = np.uint64(ENTRY.offset("line"))
 _ENTRY_VALID = np.uint64(1 << ENTRY.offset("valid"))

@@ -10,10 +10,11 @@ from nearkv_hw.abi import LINE_BYTES, DeviceConfig, Opcode, Status
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.descriptor import CLAIM, DESCRIPTOR_VERSION
 from nearkv_hw.abi.memory import CACHE, LAYOUT_VERSION, ROOT, ROOT_MAGIC
+from nearkv_sim.columns import column
 from nearkv_sim.port import Access, Addresses, Lines, Operation, Port, Read, ReadResult, Write
 
 from .allocator import Arena, Extents, Pages
-from .codec import column, one, record_line
+from .codec import one, record_line
 from .errors import AccessError, DeviceError, OutOfMemoryError, VersionError
 from .ring import CommandRing
 

@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from nearkv_hw.abi import DeviceConfig, Opcode, Status
-from nearkv_hw.abi.descriptor import ATTEND, CLAIM, COMPLETION, DESCRIPTOR_VERSION, FLAG_SINKS, NOP
-from nearkv_hw.abi.window import completion_phase
+from nearkv_hw.abi.descriptor import ATTEND, CLAIM, COMPLETION
+from nearkv_hw.abi.lines import LINE_BYTES
 
+from ..columns import column
 from ..port import Lines
 from . import timing
+from .attention import Work
 from .counters import Counters
 from .kernels import Attend
 from .memory import LineIndices, Mask, Memory
-from .walker import Job, Refusal, Walk, admit, check, read_queries, walk
+from .plain import Kind, Plain, PlainJobs
+from .walker import Job, Refusal, Walk, admit, check, opcode_of, read_queries, walk
 from .window import CommandWindow
 
-_LAYOUTS = {Opcode.NOP: NOP, Opcode.ATTEND: ATTEND, Opcode.CLAIM_EXTENTS: CLAIM}
+_TIMES_KEPT = 4096
 
 
-@dataclass
-class _Task:
-    """A descriptor under way, and what its completion record will say."""
+class _Batch:
+    """Descriptors that are worked together, and what their completion records will say.
 
-    index: int
-    tag: int
-    job: Job | None = None
-    pages: LineIndices | None = None
-    """First lines of the pages, when nothing has gone wrong so far."""
-    status: Status = Status.OK
-    detail: int = 0
-    passes: int = 0
-    lines: int = 0
-    work: timing.Work | None = None
-    """What it asked of the memory and the units, if it came so far."""
+    Members
+    -------
+    descriptors : their lines, [n, 64].
+    status, detail, passes, lines, cycles : of each one's record; `lines` and `cycles` in full.
+    plain : the jobs that are done together.
+    alone : what the others asked of the memory and the units, those that came so far, by their index.
+    good : of these, the jobs with which nothing has gone wrong so far.
+    """
+
+    def __init__(self, descriptors: Lines, start_cycles: float) -> None:
+        count = len(descriptors)
+        self.descriptors = descriptors
+        self.status = np.full(count, Status.OK, np.uint8)
+        self.detail = np.zeros(count, np.uint64)
+        self.passes = np.zeros(count, np.uint16)
+        self.lines = np.zeros(count, np.int64)
+        self.cycles = np.full(count, round(start_cycles), np.int64)
+        self.plain: list[Plain] = []
+        self.alone: dict[int, timing.Work] = {}
+        self.good: dict[int, Work] = {}
+
+    def refuse(self, index: int, refusal: Refusal) -> None:
+        """How one of them ends."""
+        self.status[index], self.detail[index] = refusal.status, refusal.detail
 
 
 class Engine:
@@ -55,43 +70,67 @@ class Engine:
         self._config = config
         self._counters = counters
         self._attend = attend
+        self._plain = PlainJobs(config, self.memory, counters)
+        self._start_cycles = timing.start_cycles(config)
+        self._cycles_alike = lru_cache(_TIMES_KEPT)(self._work_out_cycles_alike)
 
     def serve(self, window: CommandWindow) -> None:
         """Do everything that is posted in a window's ring.
 
         Attention jobs between two claims or NOPs read memory as it was before the first of them wrote.
         """
-        waiting: list[_Task] = []
-        while window.head != window.tail:
-            index, descriptor = window.fetch()
-            head = ATTEND.unpack(descriptor)
-            task = _Task(index, head["tag"])
-            try:
-                opcode = _opcode_of(head, descriptor)
-                if opcode is Opcode.ATTEND:
-                    self._begin(task, head, window.aperture)
-                else:
-                    self._finish(waiting, window)
-                    waiting = []
-                    if opcode is Opcode.CLAIM_EXTENTS:
-                        self._claim(CLAIM.unpack(descriptor), window.aperture)
-            except Refusal as refusal:
-                task.status, task.detail = refusal.status, refusal.detail
-            waiting.append(task)
-        self._finish(waiting, window)
+        first, descriptors = window.fetch()
+        fences = [
+            index
+            for index in np.flatnonzero(column(ATTEND, "opcode", descriptors) != Opcode.ATTEND).tolist()
+            if _is_fence(descriptors[index].tobytes())
+        ]
+        ends = [*fences, len(descriptors)]
+        for begin, end in zip([0, *fences], ends, strict=True):
+            if begin < end:
+                batch = _Batch(descriptors[begin:end], self._start_cycles)
+                self._run(batch, window.aperture, fenced=begin in fences)
+                window.complete(first + begin, self._records(batch, first + begin))
 
-    def _begin(self, task: _Task, fields: dict[str, int], tenant: int) -> None:
+    def _run(self, batch: _Batch, tenant: int, *, fenced: bool) -> None:
+        """Do a batch; where it is fenced its first descriptor is a claim or NOP."""
+        left = np.ones(len(batch.descriptors), np.bool_)
+        if fenced:
+            self._pass_fence(batch, tenant)
+            left[0] = False
+        batch.plain = self._plain.find(batch.descriptors, tenant)
+        for plain in batch.plain:
+            left[plain.members] = False
+        for index in np.flatnonzero(left).tolist():
+            descriptor = batch.descriptors[index].tobytes()
+            fields = ATTEND.unpack(descriptor)
+            try:
+                opcode_of(fields, descriptor)
+                self._begin(batch, index, fields, tenant)
+            except Refusal as refusal:
+                batch.refuse(index, refusal)
+        self._finish(batch)
+
+    def _pass_fence(self, batch: _Batch, tenant: int) -> None:
+        descriptor = batch.descriptors[0].tobytes()
+        if column(ATTEND, "opcode", batch.descriptors)[0] == Opcode.CLAIM_EXTENTS:
+            try:
+                self._claim(CLAIM.unpack(descriptor), tenant)
+            except Refusal as refusal:
+                batch.refuse(0, refusal)
+
+    def _begin(self, batch: _Batch, index: int, fields: dict[str, int], tenant: int) -> None:
         """Check and walk a job; what it streams is counted here, what it computes comes later."""
-        task.job = job = check(fields, tenant, self._config)
+        job = check(fields, tenant, self._config)
         passes = timing.passes_of(self._config, job.shape.group)
         entries = admit(job, self.memory)
         queries = read_queries(job, passes, self.memory)
         found = walk(job, entries, self.memory)
-        self._stream(task, job, passes, found.pages)
+        self._stream(batch, index, job, passes, found.pages)
         fault = self._first_fault(job, passes, queries, found)
         if fault:
             raise fault
-        task.pages = found.pages
+        batch.good[index] = job, found.pages
 
     def _first_fault(self, job: Job, passes: list[int], queries: list[Status], found: Walk) -> Refusal | None:
         """Pass by pass: its queries and sinks, its pages, its page-table entries, and then its results.
@@ -131,28 +170,20 @@ class Engine:
         v = self.memory.spoilt(v_area + begin * shape.v_lines, v_area + end * shape.v_lines, len(passes))
         return k | v
 
-    def _stream(self, task: _Task, job: Job, passes: list[int], pages: LineIndices) -> None:
+    def _stream(self, batch: _Batch, index: int, job: Job, passes: list[int], pages: LineIndices) -> None:
         """Count the lines of a job's pages, given by their first lines, and note its work."""
         config, shape, counters = self._config, job.shape, self._counters
         rows = job.rows_of(job.first_page + np.arange(len(pages)))
         lines = rows * (shape.k_lines + shape.v_lines) * len(passes)
-        allowed = self.memory.allowed(pages, job.tenant)
-        if not allowed.all():
-            counters.device["violations"] += int(lines[~allowed].sum())
+        counters.device["violations"] += int(lines[~self.memory.allowed(pages, job.tenant)].sum())
         # as doubles, which hold the counts of 2^23 rows exactly
         streamed = np.bincount(self.memory.channels_of(pages), lines, config.slices).astype(np.int64)
         counters.channels["unit_lines"] += streamed
         counters.channels["unit_busy"] += streamed
         for queries in passes:
             counters.channels["partial_beats"] += timing.partial_beats(config, queries, shape.value_dim)
-        task.passes, task.lines = len(passes), int(lines.sum())
-        task.work = timing.Work(
-            passes=tuple(passes),
-            lines=streamed / len(passes),
-            query_lines=shape.k_lines,
-            result_lines=shape.result.lines,
-            value_dim=shape.value_dim,
-        )
+        batch.passes[index], batch.lines[index] = len(passes), lines.sum()
+        batch.alone[index] = Kind(job, config).work(streamed / len(passes))
 
     def _claim(self, fields: dict[str, int], tenant: int) -> None:
         first, count = fields["first_extent"], fields["extent_count"]
@@ -162,55 +193,80 @@ class Engine:
         if taken is not None:
             raise Refusal(Status.EXTENT_TAKEN, taken)
 
-    def _finish(self, tasks: list[_Task], window: CommandWindow) -> None:
-        """Compute and write the results of good jobs, then write every record, in order."""
-        good = [(task, (task.job, task.pages)) for task in tasks if task.job and task.pages is not None]
-        results = self._attend([work for _, work in good], self.memory)
-        for (task, (job, _)), lines in zip(good, results, strict=True):
-            self._write(task, job, lines)
-        for task in tasks:
-            window.complete(task.index, self._record(task))
-            self._counters.device["jobs"] += 1
-            self._counters.device["errors"] += task.status is not Status.OK
-        works = [task.work for task in tasks if task.work]
-        if works:
-            self._counters.device["cycles"] += round(timing.batch(self._config, works).total)
-        elif tasks:
-            self._counters.device["cycles"] += round(timing.start_cycles(self._config))
+    def _finish(self, batch: _Batch) -> None:
+        """Compute and write the results of good jobs, in order, and count what the batch came to."""
+        good = dict(batch.good)
+        for plain in batch.plain:
+            good.update(zip(plain.members.tolist(), plain.work, strict=True))
+        order = sorted(good)
+        results = self._attend([good[index] for index in order], self.memory)
+        for index, lines in zip(order, results, strict=True):
+            job, _ = good[index]
+            if index not in batch.good:
+                self.memory.write_run(job.result_line, lines)
+            elif not self._write(job, lines):
+                batch.status[index] = Status.RESULT_DENIED
+        self._count_cycles(batch)
+        self._counters.device["jobs"] += len(batch.status)
+        self._counters.device["errors"] += int(np.count_nonzero(batch.status != Status.OK))
 
-    def _write(self, task: _Task, job: Job, lines: Lines) -> None:
-        """Write a job's result, except lines that the tenant does not own."""
+    def _write(self, job: Job, lines: Lines) -> bool:
+        """Write a job's result, except lines that the tenant does not own; whether there are none."""
         area = job.result_line + np.arange(len(lines))
-        if not self.memory.write(area, lines, job.tenant).all():
-            task.status = Status.RESULT_DENIED
+        return bool(self.memory.write(area, lines, job.tenant).all())
 
-    def _cycles_alone(self, task: _Task) -> int:
-        """What a descriptor would take if it were the only one."""
-        if task.work is None:
-            return round(timing.start_cycles(self._config))
-        return round(timing.batch(self._config, [task.work]).total)
+    def _count_cycles(self, batch: _Batch) -> None:
+        """What each job would take if it were the only one, and what the batch takes."""
+        for plain in batch.plain:
+            passes = len(plain.kind.passes)
+            batch.passes[plain.members] = passes
+            batch.lines[plain.members] = plain.lines.sum(axis=1) * passes
+            batch.cycles[plain.members] = [
+                self._cycles_alike(plain.kind, 1, most) for most in plain.lines.max(axis=1).tolist()
+            ]
+        for index, work in batch.alone.items():
+            batch.cycles[index] = round(timing.batch(self._config, [work]).total)
+        self._counters.device["cycles"] += self._cycles_together(batch)
 
-    def _record(self, task: _Task) -> bytes:
-        return COMPLETION.pack_bytes(
-            phase=completion_phase(self._config, task.index),
-            status=task.status,
-            passes=task.passes,
-            tag=task.tag,
-            cycles=self._cycles_alone(task) % (1 << COMPLETION["cycles"].width),
-            lines=task.lines % (1 << COMPLETION["lines"].width),
-            detail=task.detail,
-        )
+    def _cycles_together(self, batch: _Batch) -> int:
+        if len(batch.plain) == 1 and not batch.alone:
+            [plain] = batch.plain
+            return self._cycles_alike(plain.kind, len(plain.members), int(plain.lines.sum(axis=0).max()))
+        works = dict(batch.alone)
+        for plain in batch.plain:
+            works.update(
+                (index, plain.kind.work(lines.astype(np.float64)))
+                for index, lines in zip(plain.members.tolist(), plain.lines, strict=True)
+            )
+        if not works:
+            return round(self._start_cycles)
+        return round(timing.batch(self._config, [works[index] for index in sorted(works)]).total)
+
+    def _work_out_cycles_alike(self, kind: Kind, count: int, most: int) -> int:
+        """What so many jobs of a kind take, of whose lines of a pass the fullest slice has `most` in all.
+
+        Only the fullest slice counts, so that this is known again for jobs of as many rows.
+        """
+        lines = np.full(self._config.slices, most / count)
+        return round(timing.batch(self._config, [kind.work(lines, count)]).total)
+
+    def _records(self, batch: _Batch, first: int) -> Lines:
+        """The completion records of a batch whose first descriptor has this index in the ring."""
+        records = np.zeros((len(batch.status), LINE_BYTES), np.uint8)
+        index = first + np.arange(len(records))
+        column(COMPLETION, "tag", records)[:] = column(ATTEND, "tag", batch.descriptors)
+        for name in ("status", "detail", "passes"):
+            column(COMPLETION, name, records)[:] = getattr(batch, name)
+        for name in ("lines", "cycles"):  # modulo their fields' range
+            column(COMPLETION, name, records)[:] = getattr(batch, name).astype(np.uint32)
+        phases = 1 - index // self._config.ring_slots % 2
+        records[:, COMPLETION.offset("phase") // 8] |= phases.astype(np.uint8)
+        return records
 
 
-def _opcode_of(head: dict[str, int], descriptor: bytes) -> Opcode:
-    """A descriptor's opcode; Refusal for what every opcode's descriptor may not hold."""
-    if head["version"] != DESCRIPTOR_VERSION:
-        raise Refusal(Status.BAD_VERSION)
-    if head["opcode"] not in list(Opcode):
-        raise Refusal(Status.BAD_OPCODE)
-    opcode = Opcode(head["opcode"])
-    known = FLAG_SINKS if opcode is Opcode.ATTEND else 0
-    reserved = int.from_bytes(descriptor, "little") & _LAYOUTS[opcode].reserved_mask()
-    if head["flags"] & ~known or reserved or (opcode is Opcode.ATTEND and head["output_scale"]):
-        raise Refusal(Status.BAD_FLAGS)
-    return opcode
+def _is_fence(descriptor: bytes) -> bool:
+    """Whether a descriptor is a claim or NOP; one at fault is none."""
+    try:
+        return opcode_of(ATTEND.unpack(descriptor), descriptor) is not Opcode.ATTEND
+    except Refusal:
+        return False

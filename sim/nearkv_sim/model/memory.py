@@ -41,6 +41,7 @@ class Memory:
     Members
     -------
     lines : uint8 [lines, 64], the image itself, unchecked.
+    words : uint64, the same in one dimension.
     owners : int8 [extents], the tenant or NOBODY.
     """
 
@@ -48,6 +49,7 @@ class Memory:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         image = mmap.mmap(-1, config.capacity_bytes, flags=flags)
         self.lines: Lines = np.frombuffer(image, dtype=np.uint8).reshape(-1, LINE_BYTES)
+        self.words: npt.NDArray[np.uint64] = self.lines.reshape(-1).view("<u8")
         self._owners = np.full(config.extents + 1, NOBODY, dtype=np.int8)
         self.owners = self._owners[:-1]  # the last one stands for whatever lies beyond the memory
         self._flipped: dict[int, set[int]] = {}
@@ -57,6 +59,13 @@ class Memory:
     def allowed(self, lines: LineIndices, tenant: int) -> Mask:
         """Which lines the tenant may touch; nothing is counted."""
         owned: Mask = self._owners[np.minimum(lines >> EXTENT_LINES_SHIFT, len(self.owners))] == tenant
+        return owned
+
+    def allowed_runs(self, first: LineIndices, lines: LineIndices | int, tenant: int) -> Mask:
+        """Which runs of lines lie in one extent that is the tenant's; nothing is counted."""
+        extents = first >> EXTENT_LINES_SHIFT
+        owned: Mask = self._owners[np.minimum(extents, len(self.owners))] == tenant
+        owned &= first + (lines - 1) >> EXTENT_LINES_SHIFT == extents
         return owned
 
     def check(self, lines: LineIndices, tenant: int, counter: str = "fabric_reads") -> Mask:
@@ -97,6 +106,12 @@ class Memory:
             row, byte = np.nonzero(enabled_bytes(enables))
             self.lines[lines[row], byte] = data[row, byte]
         return allowed
+
+    def write_run(self, first: int, data: Lines) -> None:
+        """Write a run of lines that `allowed_runs` allows, to a memory that is intact."""
+        self.lines[first : first + len(data)] = data
+        slice_ = (first >> EXTENT_LINES_SHIFT) % self._channels
+        self._counters.channels["fabric_writes"][slice_] += len(data)
 
     def flip(self, line: int, bits: Sequence[int]) -> None:
         """Invert bits of a line: 0 to 511 its data, 512 to 575 its check bits, eight for each word of 64.

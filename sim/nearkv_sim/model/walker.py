@@ -6,15 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from nearkv_hw.abi import DeviceConfig, OutputForm, Status
+from nearkv_hw.abi import DeviceConfig, Opcode, OutputForm, Status
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.descriptor import (
+    ATTEND,
+    CLAIM,
+    DESCRIPTOR_VERSION,
     FLAG_SINKS,
     MAX_GROUP,
     MAX_HEAD_DIM,
     MAX_PAGE_ROWS_LOG2,
     MAX_VALUE_DIM,
     MIN_PAGE_ROWS_LOG2,
+    NOP,
 )
 from nearkv_hw.abi.formats import BF16, FP16, Format
 from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT, lines_of
@@ -29,11 +33,12 @@ from nearkv_hw.abi.memory import (
 )
 from nearkv_hw.abi.numerics import MAX_ROWS
 
-from .memory import LineIndices, Memory
+from .memory import LineIndices, Mask, Memory
 
 FORMATS: dict[int, Format] = {form.code: form for form in (BF16, FP16)}
 """Element formats of K, V and queries that the device has, by code."""
 SINK_BYTES = 4
+_LAYOUTS = {Opcode.NOP: NOP, Opcode.ATTEND: ATTEND, Opcode.CLAIM_EXTENTS: CLAIM}
 _EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 _LINE_OFFSET = np.uint64(ENTRY.offset("line"))
 _LINE_MASK = np.uint64((1 << ENTRY["line"].width) - 1)
@@ -118,6 +123,20 @@ class Job:
         ends = starts + (1 << self.page_rows_log2)
         rows: npt.NDArray[np.int64] = np.minimum(ends, self.row_end) - np.maximum(starts, self.row_begin)
         return rows
+
+
+def opcode_of(head: dict[str, int], descriptor: bytes) -> Opcode:
+    """A descriptor's opcode; Refusal for what every opcode's descriptor may not hold."""
+    if head["version"] != DESCRIPTOR_VERSION:
+        raise Refusal(Status.BAD_VERSION)
+    if head["opcode"] not in list(Opcode):
+        raise Refusal(Status.BAD_OPCODE)
+    opcode = Opcode(head["opcode"])
+    known = FLAG_SINKS if opcode is Opcode.ATTEND else 0
+    reserved = int.from_bytes(descriptor, "little") & _LAYOUTS[opcode].reserved_mask()
+    if head["flags"] & ~known or reserved or (opcode is Opcode.ATTEND and head["output_scale"]):
+        raise Refusal(Status.BAD_FLAGS)
+    return opcode
 
 
 def check(fields: dict[str, int], tenant: int, config: DeviceConfig) -> Job:
@@ -239,9 +258,7 @@ def walk(job: Job, room: int, memory: Memory) -> Walk:
     data, allowed = memory.read(lines, job.tenant)
     begin = job.first_page % ENTRIES_PER_LINE
     these = slice(begin, begin + last_page - job.first_page + 1)
-    entries = data.view("<u8").reshape(-1)[these]
-    pages = (entries >> _LINE_OFFSET & _LINE_MASK).astype(np.int64)
-    good = entries & _FIXED_BITS == 1
+    pages, good = pages_of(data.view("<u8").reshape(-1)[these])
     good &= (pages % _EXTENT_LINES + job.page_lines <= _EXTENT_LINES) & (pages < len(memory.lines))
     if good.all() and allowed.all() and memory.intact:
         return Walk(pages)
@@ -256,3 +273,8 @@ def walk(job: Job, room: int, memory: Memory) -> Walk:
     if not readable[first] or spoilt[first]:
         return Walk(pages[:first], Refusal(Status.POISON if spoilt[first] else Status.DENIED))
     return Walk(pages[:first], Refusal(Status.BAD_PAGE, job.first_page + first))
+
+
+def pages_of(entries: npt.NDArray[np.uint64]) -> tuple[LineIndices, Mask]:
+    """The first lines of the pages that page-table entries name, and which entries are valid."""
+    return (entries >> _LINE_OFFSET & _LINE_MASK).astype(np.int64), entries & _FIXED_BITS == 1

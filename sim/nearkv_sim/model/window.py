@@ -84,16 +84,17 @@ class CommandWindow:
             self._descriptors[slot, enabled] = data[enabled]
         return False
 
-    def fetch(self) -> tuple[int, bytes]:
-        """The next posted descriptor and how many of this ring came before it; head must not be tail."""
-        index = self.head
-        self.head = index + 1 & _COUNT_MASK
-        return index, self._descriptors[index % self._config.ring_slots].tobytes()
+    def fetch(self) -> tuple[int, Lines]:
+        """The descriptors that are posted, and how many of this ring came before them."""
+        first = self.head
+        slots = (first + np.arange(self.tail - first & _COUNT_MASK)) % self._config.ring_slots
+        self.head = self.tail
+        return first, self._descriptors[slots]
 
-    def complete(self, index: int, record: bytes) -> None:
-        """Write the completion record of the descriptor that `fetch` numbered `index`."""
-        self._completions[index % self._config.ring_slots] = np.frombuffer(record, dtype=np.uint8)
-        self.completed = index + 1 & _COUNT_MASK
+    def complete(self, first: int, records: Lines) -> None:
+        """Write the completion records of descriptors in a row, the first of them with this index."""
+        self._completions[(first + np.arange(len(records))) % self._config.ring_slots] = records
+        self.completed = first + len(records) & _COUNT_MASK
 
     def _ring(self, data: npt.NDArray[np.uint8], enabled: Mask) -> bool:
         tail = DOORBELL.unpack(data.tobytes())["tail"]
