@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,14 +14,14 @@ from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.window import WINDOW_BYTES
 
 from ..events import ALL, CAPACITY, EventKind
-from ..port import Access, Addresses, DeviceTimeout, Fence, Poll, Program, Read, ReadResult, Write
+from ..port import Access, Addresses, DeviceTimeout, Fence, Lines, Poll, Program, Read, ReadResult, Write
 from ..programs import check_injection, checked
 from ..verilate import Report
 from . import timing
 from .counters import Counters
 from .engine import Engine
 from .kernels import choose
-from .memory import Mask, Memory, enabled_bytes
+from .memory import Memory, enabled_bytes
 from .window import CommandWindow
 
 _ALL_BYTES = np.uint64((1 << LINE_BYTES) - 1)
@@ -110,36 +111,49 @@ class ModelPort:
         return self._engine
 
     def _write(self, engine: Engine, write: Write) -> None:
-        where = _Places(write.addresses, self.config)
         data, enables = write.data, write.enables
-        self._count_link("writes", where)
-        for tenant in where.tenants(where.memory):
-            some = where.memory & (where.apertures == tenant)
-            lines = where.offsets[some] >> LINE_SHIFT
-            engine.memory.write(lines, data[some], tenant, None if enables is None else enables[some])
-        for index in np.flatnonzero(where.window):
-            window = self._windows[where.apertures[index]]
-            enabled = enabled_bytes(np.array([_ALL_BYTES if enables is None else enables[index]]))[0]
-            if window.write(int(where.offsets[index]) - self.config.capacity_bytes, data[index], enabled):
+        areas = _areas(write.addresses, self.config)
+        self._count_link("writes", len(data), areas)
+        for area in areas:
+            some = None if enables is None else enables[area.which]
+            if not area.window:
+                engine.memory.write(area.offsets >> LINE_SHIFT, data[area.which], area.aperture, some)
+            else:
+                self._write_window(engine, area, data[area.which], some)
+
+    def _write_window(
+        self, engine: Engine, area: _Area, data: Lines, enables: npt.NDArray[np.uint64] | None
+    ) -> None:
+        window = self._windows[area.aperture]
+        if enables is None and window.post(area.offsets, data):
+            return
+        if enables is None:
+            enables = np.full(len(data), _ALL_BYTES)
+        for offset, line, enabled in zip(area.offsets.tolist(), data, enabled_bytes(enables), strict=True):
+            if window.write(offset, line, enabled):
                 engine.serve(window)
 
     def _read(self, memory: Memory, addresses: Addresses) -> ReadResult:
-        where = _Places(addresses, self.config)
-        self._count_link("reads", where)
-        data = np.zeros((len(where.offsets), LINE_BYTES), dtype=np.uint8)
-        access = np.full(len(where.offsets), Access.OUTSIDE, dtype=np.uint8)
-        for tenant in where.tenants(where.memory):
-            some = np.flatnonzero(where.memory & (where.apertures == tenant))
-            lines = where.offsets[some] >> LINE_SHIFT
-            data[some], allowed = memory.read(lines, tenant)
-            access[some[allowed]] = Access.DATA
-            access[some[allowed][memory.poisoned(lines[allowed])]] = Access.POISON
-        for index in np.flatnonzero(where.window):
-            window = self._windows[where.apertures[index]]
-            line = window.read(int(where.offsets[index]) - self.config.capacity_bytes)
-            data[index] = np.frombuffer(line, dtype=np.uint8)
-            access[index] = Access.DATA
+        areas = _areas(addresses, self.config)
+        self._count_link("reads", len(addresses), areas)
+        if len(areas) == 1 and len(areas[0].offsets) == len(addresses):
+            return ReadResult(*self._read_area(memory, areas[0]))
+        data = np.zeros((len(addresses), LINE_BYTES), dtype=np.uint8)
+        access = np.full(len(addresses), Access.OUTSIDE, dtype=np.uint8)
+        for area in areas:
+            data[area.which], access[area.which] = self._read_area(memory, area)
         return ReadResult(data, access)
+
+    def _read_area(self, memory: Memory, area: _Area) -> tuple[Lines, npt.NDArray[np.uint8]]:
+        access = np.zeros(len(area.offsets), dtype=np.uint8)
+        if area.window:
+            return self._windows[area.aperture].read_lines(area.offsets), access
+        lines = area.offsets >> LINE_SHIFT
+        data, allowed = memory.read(lines, area.aperture)
+        if not (memory.intact and allowed.all()):
+            access[~allowed] = Access.OUTSIDE
+            access[np.flatnonzero(allowed)[memory.poisoned(lines[allowed])]] = Access.POISON
+        return data, access
 
     def _poll(self, memory: Memory, poll: Poll) -> None:
         result = self._read(memory, np.array([poll.address], dtype=np.uint64))
@@ -152,38 +166,56 @@ class ModelPort:
                 f"{poll.value:#x}: nothing is under way that could change it"
             )
 
-    def _count_link(self, kind: str, where: _Places) -> None:
-        device, count = self._counters.device, len(where.offsets)
+    def _count_link(self, kind: str, count: int, areas: list[_Area]) -> None:
+        device = self._counters.device
         self._link_lines += count
         device["cycles"] += timing.link_cycles(self.config, **{kind: count})
         device[f"link_{kind}"] += count
-        device[f"outside_{kind}"] += int(count - np.count_nonzero(where.memory | where.window))
+        device[f"outside_{kind}"] += count - sum(len(area.offsets) for area in areas)
 
 
-class _Places:
-    """Where host addresses lead.
+@dataclass(frozen=True)
+class _Area:
+    """Accesses that lead to the same place: the memory as one aperture sees it, or its window.
 
     Members
     -------
-    apertures, offsets : int64 [n].
-    memory, window : bool [n]; what is neither lies outside.
+    aperture, window : the aperture, and whether it is its window.
+    which : which of the accesses.
+    offsets : theirs in the aperture, or in the window.
     """
 
-    apertures: npt.NDArray[np.int64]
+    aperture: int
+    window: bool
+    which: slice | npt.NDArray[np.intp]
     offsets: npt.NDArray[np.int64]
-    memory: Mask
-    window: Mask
 
-    def __init__(self, addresses: Addresses, config: DeviceConfig) -> None:
-        places = addresses.astype(np.int64)  # of at most 52 bits
-        self.apertures, self.offsets = np.divmod(places, config.aperture_bytes)
-        inside = self.apertures < config.apertures
-        self.memory = inside & (self.offsets < config.capacity_bytes)
-        self.window = inside & ~self.memory & (self.offsets < config.capacity_bytes + WINDOW_BYTES)
 
-    def tenants(self, which: Mask) -> list[int]:
-        """The apertures of some of the places."""
-        apertures = self.apertures[which]
-        if not len(apertures) or (apertures == apertures[0]).all():
-            return [int(aperture) for aperture in apertures[:1]]
-        return [int(aperture) for aperture in np.unique(apertures)]
+_EVERY = slice(None)
+
+
+def _areas(addresses: Addresses, config: DeviceConfig) -> list[_Area]:
+    """Where host addresses lead; those that are in no area lie outside. Memory comes before windows."""
+    if not len(addresses):
+        return []
+    capacity = config.capacity_bytes
+    places = addresses.astype(np.int64)  # of at most 52 bits
+    aperture = int(places[0]) // config.aperture_bytes
+    if aperture < config.apertures:  # most programs access one place at a time
+        offsets = places - aperture * config.aperture_bytes
+        low, high = int(offsets.min()), int(offsets.max())
+        if low >= 0 and high < capacity:
+            return [_Area(aperture, False, _EVERY, offsets)]
+        if low >= capacity and high < capacity + WINDOW_BYTES:
+            return [_Area(aperture, True, _EVERY, offsets - capacity)]
+    apertures, offsets = np.divmod(places, config.aperture_bytes)
+    inside = apertures < config.apertures
+    memory = inside & (offsets < capacity)
+    window = inside & ~memory & (offsets < capacity + WINDOW_BYTES)
+    found = []
+    for aperture in np.unique(apertures[memory]).tolist():
+        some = np.flatnonzero(memory & (apertures == aperture))
+        found.append(_Area(aperture, False, some, offsets[some]))
+    for one in np.flatnonzero(window):  # in their order, whichever the aperture
+        found.append(_Area(int(apertures[one]), True, np.array([one]), offsets[one : one + 1] - capacity))
+    return found

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from nearkv_hw.abi import ABI_VERSION, DeviceConfig
 from nearkv_hw.abi.config import EXTENT_SHIFT
 from nearkv_hw.abi.descriptor import COMPLETION_BYTES, DESCRIPTOR_BYTES
-from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.numerics import CONTRACT_VERSION
 from nearkv_hw.abi.window import (
     CHANNEL_COUNTERS,
@@ -70,6 +70,22 @@ class CommandWindow:
         if offset >= DOORBELL_OFFSET:
             return _NO_LINE
         return self._register((offset - REGISTERS_OFFSET) // LINE_BYTES)
+
+    def read_lines(self, offsets: npt.NDArray[np.int64]) -> Lines:
+        """The lines at byte offsets of the window."""
+        slots = offsets - COMPLETIONS_OFFSET >> LINE_SHIFT
+        if slots.min() >= 0 and slots.max() < self._config.ring_slots:
+            return self._completions[slots]
+        lines = bytearray().join(self.read(offset) for offset in offsets.tolist())
+        return np.frombuffer(lines, np.uint8).reshape(-1, LINE_BYTES)
+
+    def post(self, offsets: npt.NDArray[np.int64], data: Lines) -> bool:
+        """Write whole lines, if all of them are first lines of descriptor slots; whether they are."""
+        slots, second = np.divmod(offsets - DESCRIPTORS_OFFSET, DESCRIPTOR_BYTES)
+        if slots.min() < 0 or slots.max() >= self._config.ring_slots or second.any():
+            return False
+        self._descriptors[slots] = data
+        return True
 
     def write(self, offset: int, data: npt.NDArray[np.uint8], enabled: Mask) -> bool:
         """Write the enabled bytes of a line; true when that rang the doorbell.
