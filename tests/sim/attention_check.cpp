@@ -15,7 +15,7 @@ constexpr std::size_t kLine = nearkv::kLineBytes;
 
 struct Case {
     std::vector<std::uint8_t> image;
-    std::vector<std::vector<std::int64_t>> pages;
+    std::vector<std::vector<std::uint64_t>> entries;
     std::vector<Job> jobs;
     std::size_t result_bytes = 0;
 };
@@ -48,12 +48,12 @@ public:
             lines += lines_of(4 * job.group);
             job.query_line = static_cast<std::int64_t>(lines);
             lines += k_lines * static_cast<std::size_t>(job.group);
-            std::vector<std::int64_t> pages;
+            std::vector<std::uint64_t> entries;
             for (std::int64_t page = job.row_begin >> log2; page << log2 < job.row_end; page++) {
-                pages.push_back(static_cast<std::int64_t>(lines));
+                entries.push_back(lines << nearkv::kEntryLineShift | 1);
                 lines += (k_lines + v_lines) << log2;
             }
-            made.pages.push_back(std::move(pages));
+            made.entries.push_back(std::move(entries));
             job.form = pick(0, 3);
             const int lane_bytes[] = {4, 2, 2, 4};
             std::size_t offset = lines_of(lane_bytes[job.form] * job.value_dim) * kLine;
@@ -76,7 +76,7 @@ public:
             made.image[i] = static_cast<std::uint8_t>(code);
             made.image[i + 1] = static_cast<std::uint8_t>(code >> 8);
         }
-        for (std::size_t i = 0; i < made.jobs.size(); i++) made.jobs[i].pages = made.pages[i].data();
+        for (std::size_t i = 0; i < made.jobs.size(); i++) made.jobs[i].entries = made.entries[i].data();
         return made;
     }
 

@@ -10,7 +10,7 @@ from native_checks import passes_with_a_random_seed, sanitized_program
 from nearkv_sim.model.native import attention_header, load_kernel
 
 CHECK = Path(__file__).with_name("attention_check.cpp")
-SOURCES = ("attention.cpp", "attention_rows.cpp", "attention_partial.cpp")
+SOURCES = ("attention.cpp", "attention_rows.cpp", "attention_partial.cpp", "attention_walk.cpp")
 
 
 @pytest.mark.rtl

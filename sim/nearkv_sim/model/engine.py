@@ -16,6 +16,7 @@ from .attention import Work
 from .counters import Counters
 from .kernels import Attend
 from .memory import LineIndices, Mask, Memory
+from .native import Native
 from .plain import Kind, Plain, PlainJobs
 from .walker import Job, Refusal, Walk, admit, check, opcode_of, read_queries, walk
 from .window import CommandWindow
@@ -70,7 +71,9 @@ class Engine:
         self._config = config
         self._counters = counters
         self._attend = attend
-        self._plain = PlainJobs(config, self.memory, counters)
+        self._plain = None
+        if isinstance(attend, Native):
+            self._plain = PlainJobs(config, self.memory, counters, attend)
         self._start_cycles = timing.start_cycles(config)
         self._cycles_alike = lru_cache(_TIMES_KEPT)(self._work_out_cycles_alike)
 
@@ -98,7 +101,8 @@ class Engine:
         if fenced:
             self._pass_fence(batch, tenant)
             left[0] = False
-        batch.plain = self._plain.find(batch.descriptors, tenant)
+        if self._plain:
+            batch.plain = self._plain.do(batch.descriptors, tenant)
         for plain in batch.plain:
             left[plain.members] = False
         for index in np.flatnonzero(left).tolist():
@@ -194,17 +198,16 @@ class Engine:
             raise Refusal(Status.EXTENT_TAKEN, taken)
 
     def _finish(self, batch: _Batch) -> None:
-        """Compute and write the results of good jobs, in order, and count what the batch came to."""
-        good = dict(batch.good)
+        """Compute the other good jobs, write all results in order, and count what the batch came to."""
+        places: dict[int, int] = {}
+        results = dict(zip(batch.good, self._attend(list(batch.good.values()), self.memory), strict=True))
         for plain in batch.plain:
-            good.update(zip(plain.members.tolist(), plain.work, strict=True))
-        order = sorted(good)
-        results = self._attend([good[index] for index in order], self.memory)
-        for index, lines in zip(order, results, strict=True):
-            job, _ = good[index]
-            if index not in batch.good:
-                self.memory.write_run(job.result_line, lines)
-            elif not self._write(job, lines):
+            results.update(zip(plain.members.tolist(), plain.results, strict=True))
+            places.update(zip(plain.members.tolist(), plain.result_lines.tolist(), strict=True))
+        for index in sorted(results):
+            if index in places:
+                self.memory.write_run(places[index], results[index])
+            elif not self._write(batch.good[index][0], results[index]):
                 batch.status[index] = Status.RESULT_DENIED
         self._count_cycles(batch)
         self._counters.device["jobs"] += len(batch.status)

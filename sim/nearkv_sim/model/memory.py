@@ -41,7 +41,6 @@ class Memory:
     Members
     -------
     lines : uint8 [lines, 64], the image itself, unchecked.
-    words : uint64, the same in one dimension.
     owners : int8 [extents], the tenant or NOBODY.
     """
 
@@ -49,7 +48,6 @@ class Memory:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         image = mmap.mmap(-1, config.capacity_bytes, flags=flags)
         self.lines: Lines = np.frombuffer(image, dtype=np.uint8).reshape(-1, LINE_BYTES)
-        self.words: npt.NDArray[np.uint64] = self.lines.reshape(-1).view("<u8")
         self._owners = np.full(config.extents + 1, NOBODY, dtype=np.int8)
         self.owners = self._owners[:-1]  # the last one stands for whatever lies beyond the memory
         self._flipped: dict[int, set[int]] = {}
@@ -59,13 +57,6 @@ class Memory:
     def allowed(self, lines: LineIndices, tenant: int) -> Mask:
         """Which lines the tenant may touch; nothing is counted."""
         owned: Mask = self._owners[np.minimum(lines >> EXTENT_LINES_SHIFT, len(self.owners))] == tenant
-        return owned
-
-    def allowed_runs(self, first: LineIndices, lines: LineIndices | int, tenant: int) -> Mask:
-        """Which runs of lines lie in one extent that is the tenant's; nothing is counted."""
-        extents = first >> EXTENT_LINES_SHIFT
-        owned: Mask = self._owners[np.minimum(extents, len(self.owners))] == tenant
-        owned &= first + (lines - 1) >> EXTENT_LINES_SHIFT == extents
         return owned
 
     def check(self, lines: LineIndices, tenant: int, counter: str = "fabric_reads") -> Mask:
@@ -108,7 +99,7 @@ class Memory:
         return allowed
 
     def write_run(self, first: int, data: Lines) -> None:
-        """Write a run of lines that `allowed_runs` allows, to a memory that is intact."""
+        """Write a run of lines in one extent that is the writer's, to a memory that is intact."""
         self.lines[first : first + len(data)] = data
         slice_ = (first >> EXTENT_LINES_SHIFT) % self._channels
         self._counters.channels["fabric_writes"][slice_] += len(data)

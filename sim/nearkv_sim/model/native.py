@@ -1,24 +1,37 @@
-"""The model device's attention in C++: jobs to the kernel of `native/attention.cpp`, result lines back."""
+"""The model device's attention in C++: jobs to the kernel of `native/attention.cpp`, result lines back.
+
+Good jobs of a doorbell are checked and walked in C++, too (`native/attention_walk.cpp`), and never become
+objects of Python.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from nearkv_hw.abi import numerics
+from nearkv_hw.abi.bits import Layout
+from nearkv_hw.abi.descriptor import ATTEND
 from nearkv_hw.abi.formats import OutputForm
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import (
     DENOMINATOR,
+    ENTRIES_PER_LINE,
+    ENTRY,
     LANE_NAN,
     LANE_NEGATIVE_INFINITY,
     LANE_POSITIVE_INFINITY,
+    LAYOUT_VERSION,
     QUERY_NAN,
+    TABLE,
+    TABLE_MAGIC,
     ResultLayout,
 )
 
@@ -26,13 +39,12 @@ from ..compiled import compiled_library
 from ..port import Lines
 from ..verilate import NATIVE, Report
 from .attention import Work
-from .kernels import Attend
-from .memory import Memory
-from .walker import FORMATS
+from .memory import EXTENT_LINES_SHIFT, Memory
+from .walker import ENTRY_FIXED_BITS, FORMATS, Job, sink_lines
 
 JOB = np.dtype(
     [
-        ("pages", "u8"),
+        ("entries", "u8"),
         ("result", "u8"),
         ("row_begin", "i8"),
         ("row_end", "i8"),
@@ -55,11 +67,36 @@ JOB = np.dtype(
     ],
     align=True,
 )
-"""A job as the kernel takes it. Pages are the numbers of their first lines, line -1 stands for no sinks, and
-high, low, flags and denominator are byte offsets of planes in a query head's result."""
+"""A job as the kernel takes it. Entries are the page table's from the first visible row's page on, line -1
+stands for no sinks; high, low, flags and denominator are byte offsets of planes in a query head's result."""
+KIND = np.dtype(
+    [
+        ("job", JOB),
+        ("query_lines", "i8"),
+        ("result_lines", "i8"),
+        ("sink_lines", "i8"),
+        ("row_lines", "i8"),
+        ("passes", "i8"),
+    ],
+    align=True,
+)
+"""What descriptors say that are walked together: the rest of their jobs is zero; lines of the whole group's
+queries and results and of its sinks, if any, and of a row, K and V."""
+DEVICE = np.dtype([("image", "u8"), ("owners", "u8"), ("extents", "i8"), ("slices", "i8")], align=True)
+"""A device's memory: its lines, and the owner of each extent."""
 _CPP_TYPES = {"u4": "std::uint32_t", "i4": "std::int32_t", "i8": "std::int64_t"}
-_CPP_POINTERS = {"pages": "const std::int64_t*", "result": "std::uint8_t*"}
-_SOURCES = ("attention.cpp", "attention_rows.cpp", "attention_partial.cpp")
+_CPP_POINTERS = {
+    "entries": "const std::uint64_t*",
+    "result": "std::uint8_t*",
+    "image": "const std::uint8_t*",
+    "owners": "const std::int8_t*",
+}
+_PLACES = (
+    ("attend", ATTEND, ("table", "queries", "result", "sinks", "row_begin", "row_end", "kv_head")),
+    ("table", TABLE, ("magic", "version", "heads", "entries", "committed_rows")),
+)
+"""Fields that C++ takes out of records."""
+SOURCES = ("attention.cpp", "attention_rows.cpp", "attention_partial.cpp", "attention_walk.cpp")
 # Every rounding of a double is the kernel's own; contraction is safe, because each product is exact.
 _OPTIONS = ("-O3", "-frounding-math", "-ffp-contract=fast", "-pthread")
 
@@ -80,10 +117,13 @@ def attention_header() -> str:
             for name in ("top", "flags", "high", "low")
         },
         **{f"FORM_{form.name}": int(form) for form in OutputForm},
+        "EXTENT_LINES_SHIFT": EXTENT_LINES_SHIFT,
+        "ENTRIES_PER_LINE": ENTRIES_PER_LINE,
+        "ENTRY_LINE_SHIFT": ENTRY.offset("line"),
+        "ENTRY_LINE_MASK": (1 << ENTRY["line"].width) - 1,
+        "LAYOUT_VERSION": LAYOUT_VERSION,
+        "TABLE_MAGIC_NUMBER": TABLE_MAGIC,
     }
-    members = [
-        f"{_CPP_POINTERS.get(name) or _CPP_TYPES[JOB[name].str[1:]]} {name};" for name in JOB.names or ()
-    ]
     formats = [
         f"{{{FORMATS[code].exponent_bits}, {FORMATS[code].fraction_bits}, {FORMATS[code].exponent_bias}}}"
         for code in sorted(FORMATS)
@@ -103,15 +143,107 @@ def attention_header() -> str:
             f"constexpr std::int32_t kExp2Table[{len(table)}] = {{{', '.join(map(str, table))}}};",
             "struct Format { int exponent_bits; int fraction_bits; int exponent_bias; };",
             f"constexpr Format kFormats[] = {{{', '.join(formats)}}};",
-            f"struct Job {{ {' '.join(members)} }};",
-            f"static_assert(sizeof(Job) == {JOB.itemsize});",
+            "// A field of a record: the byte at which its word of 64 bits begins, and its bits in there.",
+            "struct Place { int byte; int shift; std::uint64_t mask; };",
+            *(
+                f"constexpr Place k{_camel(f'{record}_{name}')} = {_place(layout, name)};"
+                for record, layout, names in _PLACES
+                for name in names
+            ),
+            f"constexpr std::uint64_t kEntryFixedBits = {ENTRY_FIXED_BITS:#x};",
+            *_struct("Job", JOB),
+            *_struct("Kind", KIND),
+            *_struct("Device", DEVICE),
             "}",
             "",
         ]
     )
 
 
-def load_kernel(report: Report | None = None, options: Sequence[str] = ()) -> Attend:
+class Native:
+    """The kernel: called with jobs it returns their results, as `attention.attend` does.
+
+    Parameters
+    ----------
+    library : the compiled kernel.
+    """
+
+    def __init__(self, library: Path) -> None:
+        functions = ctypes.CDLL(str(library))
+        self._attend = functions.nearkv_attend
+        self._attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        self._attend.restype = ctypes.c_int
+        self._walk = functions.nearkv_walk
+        self._walk.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        self._walk.argtypes += [ctypes.c_size_t, *[ctypes.c_void_p] * 5]
+        self._walk.restype = None
+
+    def __call__(self, work: Sequence[Work], memory: Memory) -> list[Lines]:
+        """The results of jobs, in their order: lines [group * lines of a result, 64] each."""
+        ends = [0, *accumulate(job.shape.group * job.shape.result.lines for job, _ in work)]
+        out = np.empty((ends[-1], LINE_BYTES), dtype=np.uint8)
+        address = out.ctypes.data
+        jobs, kept = np.empty(len(work), dtype=JOB), []
+        for index, (job, pages) in enumerate(work):
+            entries = pages.astype(np.uint64) << np.uint64(ENTRY.offset("line"))
+            kept.append(entries)  # alive until the kernel is done
+            jobs[index] = _record(job)
+            jobs[index]["entries"] = entries.ctypes.data
+            jobs[index]["result"] = address + ends[index] * LINE_BYTES
+        self.attend(jobs, memory)
+        return [out[begin:end] for begin, end in pairwise(ends)]
+
+    def attend(self, jobs: npt.NDArray[np.void], memory: Memory) -> None:
+        """Carry out jobs, `JOB` [n], on as many threads as torch would use."""
+        image = memory.lines.ctypes.data
+        if self._attend(image, jobs.ctypes.data, len(jobs), torch.get_num_threads()):
+            raise MemoryError("the attention kernel has no memory for its sums")
+
+    def walk(
+        self,
+        device: npt.NDArray[np.void],
+        kind: npt.NDArray[np.void],
+        descriptors: Lines,
+        tenant: int,
+    ) -> Walked:
+        """Check and walk descriptors [n, 64] of one kind, by the records `DEVICE` [1] and `KIND` [1]."""
+        count, slices = len(descriptors), int(device["slices"][0])
+        results = np.empty((count, int(kind["result_lines"][0]), LINE_BYTES), np.uint8)
+        jobs = np.empty(count, JOB)
+        result_lines, streamed = np.empty(count, np.int64), np.empty((count, slices), np.int64)
+        reads = np.zeros(slices, np.int64)
+        outcome = (results, jobs, result_lines, streamed, reads)
+        self._walk(
+            device.ctypes.data,
+            kind.ctypes.data,
+            tenant,
+            np.ascontiguousarray(descriptors).ctypes.data,
+            count,
+            *(array.ctypes.data for array in outcome),
+        )
+        return Walked(*outcome)
+
+
+class Walked(NamedTuple):
+    """What `Native.walk` found; where a result line is -1 a job is not good, and the rest says nothing.
+
+    Members
+    -------
+    results : where jobs' results come to lie, [n, lines, 64].
+    jobs : `JOB` [n].
+    result_lines : the first line of each one's result in the memory, int64 [n].
+    streamed : K and V lines of a pass in each slice, int64 [n, slices].
+    reads : lines that good jobs read through the fabric, int64 [slices].
+    """
+
+    results: Lines
+    jobs: npt.NDArray[np.void]
+    result_lines: npt.NDArray[np.int64]
+    streamed: npt.NDArray[np.int64]
+    reads: npt.NDArray[np.int64]
+
+
+def load_kernel(report: Report | None = None, options: Sequence[str] = ()) -> Native:
     """The kernel, compiled unless the cache has it.
 
     Parameters
@@ -125,57 +257,50 @@ def load_kernel(report: Report | None = None, options: Sequence[str] = ()) -> At
     """
     library = compiled_library(
         name="attention",
-        sources=[NATIVE / name for name in _SOURCES],
+        sources=[NATIVE / name for name in SOURCES],
         generated={"attention_abi.h": attention_header()},
         options=[*_OPTIONS, *options],
         report=report,
     )
-    function = _function(library)
-
-    def attend(work: Sequence[Work], memory: Memory) -> list[Lines]:
-        return _attend(function, work, memory)
-
-    return attend
+    return Native(library)
 
 
-@cache
-def _function(library: Path) -> Callable[..., int]:
-    function = ctypes.CDLL(str(library)).nearkv_attend
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-    function.restype = ctypes.c_int
-    return function
+def device_record(memory: Memory, slices: int) -> npt.NDArray[np.void]:
+    """A device's memory for `Native.walk`."""
+    owners = memory.owners
+    return np.array([(memory.lines.ctypes.data, owners.ctypes.data, len(owners), slices)], DEVICE)
 
 
-def _attend(function: Callable[..., int], work: Sequence[Work], memory: Memory) -> list[Lines]:
-    """The results of jobs, in their order, on as many threads as torch would use."""
-    places = [_result_places(job.shape.value_dim, job.shape.form) for job, _ in work]
-    ends = [
-        0,
-        *accumulate(job.shape.group * lines for (job, _), (lines, _) in zip(work, places, strict=True)),
-    ]
-    out = np.empty((ends[-1], LINE_BYTES), dtype=np.uint8)
-    address = out.ctypes.data
-    rows, kept = [], []
-    for (job, pages), (lines, planes), begin in zip(work, places, ends[:-1], strict=True):
-        shape = job.shape
-        pages = np.ascontiguousarray(pages, dtype=np.int64)
-        kept.append(pages)  # alive until the kernel is done
-        rows.append(
+def kind_record(job: Job, passes: int) -> npt.NDArray[np.void]:
+    """A kind of jobs for `Native.walk`, by one of them and how often it reads its rows."""
+    shape = job.shape
+    return np.array(
+        [
             (
-                *(pages.__array_interface__["data"][0], address + begin * LINE_BYTES),
-                *(job.row_begin, job.row_end),
-                *(job.query_line, -1 if job.sink_line is None else job.sink_line),
-                *(lines * LINE_BYTES, job.factor, job.page_rows_log2),
-                *(shape.head_dim, shape.value_dim, shape.group),
-                *(shape.k_format, shape.v_format, shape.query_format, shape.form),
-                *planes,
+                _record(job),
+                shape.group * shape.k_lines,
+                shape.group * shape.result.lines,
+                0 if job.sink_line is None else sink_lines(shape.group),
+                shape.k_lines + shape.v_lines,
+                passes,
             )
-        )
-    jobs = np.array(rows, dtype=JOB)
-    status = function(memory.lines.ctypes.data, jobs.ctypes.data, len(work), torch.get_num_threads())
-    if status:
-        raise MemoryError("the attention kernel has no memory for its sums")
-    return [out[begin:end] for begin, end in pairwise(ends)]
+        ],
+        KIND,
+    )
+
+
+def _record(job: Job) -> tuple[int | tuple[int, ...], ...]:
+    """A job as `JOB` has it, without entries and result."""
+    shape = job.shape
+    lines, planes = _result_places(shape.value_dim, shape.form)
+    return (
+        *(0, 0, job.row_begin, job.row_end),
+        *(job.query_line, -1 if job.sink_line is None else job.sink_line),
+        *(lines * LINE_BYTES, job.factor, job.page_rows_log2),
+        *(shape.head_dim, shape.value_dim, shape.group),
+        *(shape.k_format, shape.v_format, shape.query_format, shape.form),
+        *planes,
+    )
 
 
 @cache
@@ -193,3 +318,18 @@ def _constant_type(value: int) -> str:
 
 def _camel(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _place(layout: Layout, name: str) -> str:
+    word, shift = divmod(layout.offset(name), 64)
+    return f"{{{word * 8}, {shift}, {(1 << layout[name].width) - 1:#x}}}"
+
+
+def _struct(name: str, kind: np.dtype[np.void]) -> list[str]:
+    """A structure as numpy lays it out."""
+    types = {"job": "Job", **_CPP_POINTERS}
+    members = [f"{types.get(n) or _CPP_TYPES[kind[n].str[1:]]} {n};" for n in kind.names or ()]
+    return [
+        f"struct {name} {{ {' '.join(members)} }};",
+        f"static_assert(sizeof({name}) == {kind.itemsize});",
+    ]

@@ -33,7 +33,7 @@ from nearkv_hw.abi.memory import (
 )
 from nearkv_hw.abi.numerics import MAX_ROWS
 
-from .memory import LineIndices, Mask, Memory
+from .memory import LineIndices, Memory
 
 FORMATS: dict[int, Format] = {form.code: form for form in (BF16, FP16)}
 """Element formats of K, V and queries that the device has, by code."""
@@ -42,7 +42,7 @@ _LAYOUTS = {Opcode.NOP: NOP, Opcode.ATTEND: ATTEND, Opcode.CLAIM_EXTENTS: CLAIM}
 _EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 _LINE_OFFSET = np.uint64(ENTRY.offset("line"))
 _LINE_MASK = np.uint64((1 << ENTRY["line"].width) - 1)
-_FIXED_BITS = np.uint64(1 | ENTRY.reserved_mask())
+ENTRY_FIXED_BITS = 1 | ENTRY.reserved_mask()
 """Of a page-table entry: 1 in a good one, and nothing but that."""
 
 
@@ -258,7 +258,9 @@ def walk(job: Job, room: int, memory: Memory) -> Walk:
     data, allowed = memory.read(lines, job.tenant)
     begin = job.first_page % ENTRIES_PER_LINE
     these = slice(begin, begin + last_page - job.first_page + 1)
-    pages, good = pages_of(data.view("<u8").reshape(-1)[these])
+    entries = data.view("<u8").reshape(-1)[these]
+    pages = (entries >> _LINE_OFFSET & _LINE_MASK).astype(np.int64)
+    good = entries & np.uint64(ENTRY_FIXED_BITS) == 1
     good &= (pages % _EXTENT_LINES + job.page_lines <= _EXTENT_LINES) & (pages < len(memory.lines))
     if good.all() and allowed.all() and memory.intact:
         return Walk(pages)
@@ -273,8 +275,3 @@ def walk(job: Job, room: int, memory: Memory) -> Walk:
     if not readable[first] or spoilt[first]:
         return Walk(pages[:first], Refusal(Status.POISON if spoilt[first] else Status.DENIED))
     return Walk(pages[:first], Refusal(Status.BAD_PAGE, job.first_page + first))
-
-
-def pages_of(entries: npt.NDArray[np.uint64]) -> tuple[LineIndices, Mask]:
-    """The first lines of the pages that page-table entries name, and which entries are valid."""
-    return (entries >> _LINE_OFFSET & _LINE_MASK).astype(np.int64), entries & _FIXED_BITS == 1

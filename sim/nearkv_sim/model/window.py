@@ -75,7 +75,8 @@ class CommandWindow:
         """The lines at byte offsets of the window."""
         slots = offsets - COMPLETIONS_OFFSET >> LINE_SHIFT
         if slots.min() >= 0 and slots.max() < self._config.ring_slots:
-            return self._completions[slots]
+            records: Lines = self._completions[slots]
+            return records
         lines = bytearray().join(self.read(offset) for offset in offsets.tolist())
         return np.frombuffer(lines, np.uint8).reshape(-1, LINE_BYTES)
 

@@ -139,7 +139,7 @@ void RowWorker::add(std::int64_t begin, std::int64_t end) {
 
 RowWorker::Row RowWorker::find_row(std::int64_t row) const {
     const std::int64_t first_page = job_.row_begin >> job_.page_rows_log2;
-    const auto page = static_cast<std::size_t>(job_.pages[(row >> job_.page_rows_log2) - first_page]);
+    const std::uint64_t page = job_.entries[(row >> job_.page_rows_log2) - first_page] >> kEntryLineShift;
     const auto slot = static_cast<std::size_t>(row & ((std::int64_t{1} << job_.page_rows_log2) - 1));
     const std::uint8_t* k = image_ + page * kLineBytes;
     return {k + slot * k_bytes_, k + (k_bytes_ << job_.page_rows_log2) + slot * v_bytes_, false, false};
