@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from nearkv_hw.abi.memory import (
     RowLayout,
 )
 from nearkv_sim.columns import column
-from nearkv_sim.port import Lines, Operation, Read
+from nearkv_sim.port import Addresses, Lines, Operation, Read, Write
 
 from .arguments import Bounds
 from .codec import FORMATS, record_line, rows_to_lines, span
@@ -33,6 +34,7 @@ FORMS: dict[torch.dtype, OutputForm] = {
     torch.bfloat16: OutputForm.BF16,
     torch.float16: OutputForm.FP16,
 }
+_PLANS_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,28 @@ class Finished:
     completions: Completions
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Where the queries and results of a call lie.
+
+    Members
+    -------
+    queries, results : device addresses of each job's, [batch, jobs of a sequence].
+    query_places, result_places : host addresses of all their lines, those of results that are wanted.
+    wanted : device addresses of the latter.
+    row_lines : K and V lines that a row of each sequence makes the device stream, every pass counted.
+    moves : of the tenant, when this was so.
+    """
+
+    queries: npt.NDArray[np.uint64]
+    results: npt.NDArray[np.uint64]
+    query_places: Addresses
+    result_places: Addresses
+    wanted: Addresses
+    row_lines: int
+    moves: int
+
+
 class Jobs:
     """Makes and runs the jobs of a cache.
 
@@ -88,6 +112,7 @@ class Jobs:
         self._format = FORMATS[dtype].code
         self._kv_heads = kv_heads
         self._totals = totals
+        self._plans: dict[tuple[int, int, OutputForm, bool], _Plan] = {}
         self._templates: dict[tuple[int, int, bool, OutputForm], Lines] = {}
 
     def run(self, batch: Batch, before: Many[Operation] = ()) -> Finished:
@@ -99,61 +124,77 @@ class Jobs:
         """
         tenant, layout = self._tenant, self._layout
         count, q_heads = batch.q.shape[0], batch.q.shape[1]
-        group = q_heads // self._kv_heads
-        parts = self._parts(group)
-        result_layout = ResultLayout(layout.value_dim, batch.form)
-        query_bytes, result_bytes = layout.k_lines * LINE_BYTES, result_layout.lines * LINE_BYTES
-        head = self._first_heads(group, parts)
-        # each job has its queries and results in another slice, so that none has all of the traffic
-        shape, heads = (count, self._kv_heads, len(parts)), min(group, MAX_GROUP)
-        queries, results = (
-            tenant.scattered(name, count * len(head), heads * size).reshape(shape)
-            for name, size in (("queries", query_bytes), ("results", result_bytes))
-        )
-
+        plan = self._plan(count, q_heads, batch.form, batch.denominators)
         query_lines = rows_to_lines(batch.q, layout.k_lines).reshape(-1, LINE_BYTES)
-        places = _lines_of(queries, parts, layout.k_lines)
-        program = [*before, tenant.write(places.reshape(-1), query_lines)]
+        program = [*before, Write(plan.query_places, query_lines)]
         template = self._template(q_heads, batch.factor, batch.sinks is not None, batch.form)
         jobs = np.repeat(template[None], count, axis=0)
         column(ATTEND, "table", jobs)[:] = batch.tables[:, None]
-        column(ATTEND, "queries", jobs)[:] = queries.reshape(count, -1)
-        column(ATTEND, "result", jobs)[:] = results.reshape(count, -1)
+        column(ATTEND, "queries", jobs)[:] = plan.queries
+        column(ATTEND, "result", jobs)[:] = plan.results
         column(ATTEND, "row_begin", jobs)[:] = batch.begin[:, None]
         column(ATTEND, "row_end", jobs)[:] = batch.end[:, None]
         if batch.sinks is not None:
-            sink_lines = self._sink_lines(batch.sinks, group, parts)
+            group = q_heads // self._kv_heads
+            sink_lines = self._sink_lines(batch.sinks, group, self._parts(group))
             sinks = tenant.staging("sinks", sink_lines.size)
             program.append(
                 tenant.write(span(sinks, sink_lines.size // LINE_BYTES), sink_lines.reshape(-1, LINE_BYTES))
             )
-            column(ATTEND, "sinks", jobs)[:] = sinks + np.arange(len(head)) * sink_lines.shape[1]
+            column(ATTEND, "sinks", jobs)[:] = sinks + np.arange(len(template)) * sink_lines.shape[1]
 
-        wanted = _lines_of(results, parts, result_layout.lines)
-        if not batch.denominators:
-            wanted = wanted.reshape(-1, result_layout.lines)[:, :-1]
-        wanted = wanted.reshape(-1)
         rows = int((batch.end - batch.begin).sum())
-        passes = -(-min(group, MAX_GROUP) // tenant.config.queries) * len(parts)
         completions, reads = tenant.ring.run(
             jobs.reshape(-1, LINE_BYTES),
             before=program,
-            after=[Read(tenant.hosts(wanted))],
-            streamed_lines=rows * self._kv_heads * passes * (layout.k_lines + layout.v_lines),
+            after=[Read(plan.result_places)],
+            streamed_lines=rows * plan.row_lines,
         )
         self._totals.add(completions)
         self._raise_failed(completions, template)
-        lines = tenant.checked(reads[-1], wanted)
+        lines = tenant.checked(reads[-1], plan.wanted)
         return Finished(lines.reshape(count, q_heads, -1, LINE_BYTES), completions)
+
+    def _plan(self, count: int, q_heads: int, form: OutputForm, denominators: bool) -> _Plan:
+        """Where a call's queries and results lie: kept, because calls of one shape follow each other."""
+        key = (count, q_heads, form, denominators)
+        plan = self._plans.get(key)
+        if plan is None or plan.moves != self._tenant.moves:
+            while len(self._plans) >= _PLANS_KEPT:
+                del self._plans[next(iter(self._plans))]
+            plan = self._plans[key] = self._new_plan(*key)
+        return plan
+
+    def _new_plan(self, count: int, q_heads: int, form: OutputForm, denominators: bool) -> _Plan:
+        tenant, layout = self._tenant, self._layout
+        group = q_heads // self._kv_heads
+        parts = self._parts(group)
+        result_layout = ResultLayout(layout.value_dim, form)
+        query_bytes, result_bytes = layout.k_lines * LINE_BYTES, result_layout.lines * LINE_BYTES
+        # each job has its queries and results in another slice, so that none has all of the traffic
+        shape, heads = (count, self._kv_heads, len(parts)), min(group, MAX_GROUP)
+        queries, results = (
+            tenant.scattered(name, math.prod(shape), heads * size).reshape(shape)
+            for name, size in (("queries", query_bytes), ("results", result_bytes))
+        )
+        wanted = _lines_of(results, parts, result_layout.lines)
+        if not denominators:
+            wanted = wanted.reshape(-1, result_layout.lines)[:, :-1]
+        wanted = wanted.reshape(-1)
+        passes = -(-heads // tenant.config.queries) * len(parts)
+        return _Plan(
+            queries=queries.reshape(count, -1),
+            results=results.reshape(count, -1),
+            query_places=tenant.hosts(_lines_of(queries, parts, layout.k_lines).reshape(-1)),
+            result_places=tenant.hosts(wanted),
+            wanted=wanted,
+            row_lines=self._kv_heads * passes * (layout.k_lines + layout.v_lines),
+            moves=tenant.moves,
+        )
 
     def _parts(self, group: int) -> list[int]:
         """The query heads of one KV head's jobs: it is one job, unless the group is very large."""
         return [min(MAX_GROUP, group - first) for first in range(0, group, MAX_GROUP)]
-
-    def _first_heads(self, group: int, parts: list[int]) -> npt.NDArray[np.uint64]:
-        """The first query head of each of a sequence's jobs."""
-        heads = np.arange(self._kv_heads, dtype=np.uint64)[:, None] * np.uint64(group)
-        return (heads + np.arange(len(parts), dtype=np.uint64) * np.uint64(MAX_GROUP)).reshape(-1)
 
     def _template(self, q_heads: int, factor: int, sinks: bool, form: OutputForm) -> Lines:
         """One sequence's descriptors without addresses and ranges: kept, because packing takes its time."""

@@ -33,6 +33,10 @@ class Tenant:
     Raises
     ------
     OutOfMemoryError : when other tenants own the whole memory.
+
+    Members
+    -------
+    moves : how often an area of `staging` or `scattered` went elsewhere; until then its addresses stay.
     """
 
     def __init__(self, port: Port, config: DeviceConfig, aperture: int) -> None:
@@ -45,6 +49,7 @@ class Tenant:
         self._pages: dict[int, Pages] = {}
         self._staging: dict[str, tuple[int, int]] = {}
         self._scattered: dict[str, list[int]] = {}
+        self.moves = 0
         owned = self._owned_extents() if self.ring.posted else []
         self.extents = Extents(
             self._claim, extents=config.extents, channels=config.slices, in_use=frozenset(owned)
@@ -112,6 +117,7 @@ class Tenant:
             larger = self.arena.take(grown)
             if size:
                 self.arena.give(address, size)
+                self.moves += 1
             address, size = larger, grown
             self._staging[name] = address, size
         return address

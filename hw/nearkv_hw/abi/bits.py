@@ -84,6 +84,7 @@ class Layout:
             self._offsets[field.name] = offset
             offset += field.width
         self._fields = {field.name: field for field in fields}
+        self._places = [(f.name, self._offsets[f.name], (1 << f.width) - 1, f.signed) for f in fields]
         self._reserved_mask = sum(((1 << f.width) - 1) << self._offsets[f.name] for f in fields if f.reserved)
 
     def __iter__(self) -> Iterator[Field]:
@@ -104,7 +105,10 @@ class Layout:
                 raise ValueError(
                     f"layout {self.name} has no field {name!r}; it has {', '.join(self._offsets)}"
                 )
-            record |= self._fields[name].encode(int(value)) << self._offsets[name]
+            field, value = self._fields[name], int(value)
+            # what every unsigned field holds needs no more than a look at its width
+            plain = not field.signed and value >= 0 and value.bit_length() <= field.width
+            record |= (value if plain else field.encode(value)) << self._offsets[name]
         return record
 
     def pack_bytes(self, values: Mapping[str, int] | None = None, /, **more: int) -> bytes:
@@ -115,7 +119,10 @@ class Layout:
         """Every field's value."""
         if not isinstance(record, int):
             record = int.from_bytes(record, "little")
-        return {field.name: field.decode(record >> self._offsets[field.name]) for field in self.fields}
+        return {
+            name: self._fields[name].decode(record >> offset) if signed else record >> offset & mask
+            for name, offset, mask, signed in self._places
+        }
 
     def reserved_mask(self) -> int:
         """A mask of the bits that must be zero."""

@@ -200,7 +200,10 @@ class Engine:
     def _finish(self, batch: _Batch) -> None:
         """Compute the other good jobs, write all results in order, and count what the batch came to."""
         places: dict[int, int] = {}
-        results = dict(zip(batch.good, self._attend(list(batch.good.values()), self.memory), strict=True))
+        results: dict[int, Lines] = {}
+        if batch.good:
+            computed = self._attend(list(batch.good.values()), self.memory)
+            results.update(zip(batch.good, computed, strict=True))
         for plain in batch.plain:
             results.update(zip(plain.members.tolist(), plain.results, strict=True))
             places.update(zip(plain.members.tolist(), plain.result_lines.tolist(), strict=True))

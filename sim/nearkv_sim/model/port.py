@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from .kernels import choose
 from .memory import Memory, enabled_bytes
 from .window import CommandWindow
 
+_COUNTS_KEPT = 1024
 _ALL_BYTES = np.uint64((1 << LINE_BYTES) - 1)
 
 
@@ -55,6 +56,7 @@ class ModelPort:
         self.config = config
         self.kernel, attend = choose(kernel, report)
         self._link_lines = 0
+        self._link_cycles = lru_cache(_COUNTS_KEPT)(partial(timing.link_cycles, config))
         self._counters = Counters(config)
         self._engine: Engine | None = Engine(config, self._counters, attend)
         self._windows = [CommandWindow(config, a, self._counters) for a in range(config.apertures)]
@@ -169,13 +171,12 @@ class ModelPort:
     def _count_link(self, kind: str, count: int, areas: list[_Area]) -> None:
         device = self._counters.device
         self._link_lines += count
-        device["cycles"] += timing.link_cycles(self.config, **{kind: count})
+        device["cycles"] += self._link_cycles(**{kind: count})
         device[f"link_{kind}"] += count
         device[f"outside_{kind}"] += count - sum(len(area.offsets) for area in areas)
 
 
-@dataclass(frozen=True)
-class _Area:
+class _Area(NamedTuple):
     """Accesses that lead to the same place: the memory as one aperture sees it, or its window.
 
     Members
@@ -199,23 +200,24 @@ def _areas(addresses: Addresses, config: DeviceConfig) -> list[_Area]:
     if not len(addresses):
         return []
     capacity = config.capacity_bytes
-    places = addresses.astype(np.int64)  # of at most 52 bits
-    aperture = int(places[0]) // config.aperture_bytes
+    aperture = int(addresses[0]) // config.aperture_bytes
     if aperture < config.apertures:  # most programs access one place at a time
-        offsets = places - aperture * config.aperture_bytes
-        low, high = int(offsets.min()), int(offsets.max())
-        if low >= 0 and high < capacity:
-            return [_Area(aperture, False, _EVERY, offsets)]
-        if low >= capacity and high < capacity + WINDOW_BYTES:
-            return [_Area(aperture, True, _EVERY, offsets - capacity)]
-    apertures, offsets = np.divmod(places, config.aperture_bytes)
+        # an offset below zero wraps, and is beyond everything
+        offsets = addresses - np.uint64(aperture * config.aperture_bytes)
+        if np.maximum.reduce(offsets) < capacity:
+            return [_Area(aperture, False, _EVERY, offsets.view(np.int64))]
+        offsets -= np.uint64(capacity)
+        if np.maximum.reduce(offsets) < WINDOW_BYTES:
+            return [_Area(aperture, True, _EVERY, offsets.view(np.int64))]
+    places = addresses.astype(np.int64)  # of at most 52 bits
+    apertures, within = np.divmod(places, config.aperture_bytes)
     inside = apertures < config.apertures
-    memory = inside & (offsets < capacity)
-    window = inside & ~memory & (offsets < capacity + WINDOW_BYTES)
+    memory = inside & (within < capacity)
+    window = inside & ~memory & (within < capacity + WINDOW_BYTES)
     found = []
     for aperture in np.unique(apertures[memory]).tolist():
         some = np.flatnonzero(memory & (apertures == aperture))
-        found.append(_Area(aperture, False, some, offsets[some]))
+        found.append(_Area(aperture, False, some, within[some]))
     for one in np.flatnonzero(window):  # in their order, whichever the aperture
-        found.append(_Area(int(apertures[one]), True, np.array([one]), offsets[one : one + 1] - capacity))
+        found.append(_Area(int(apertures[one]), True, np.array([one]), within[one : one + 1] - capacity))
     return found

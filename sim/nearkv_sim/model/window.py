@@ -73,10 +73,11 @@ class CommandWindow:
 
     def read_lines(self, offsets: npt.NDArray[np.int64]) -> Lines:
         """The lines at byte offsets of the window."""
-        slots = offsets - COMPLETIONS_OFFSET >> LINE_SHIFT
-        if slots.min() >= 0 and slots.max() < self._config.ring_slots:
-            records: Lines = self._completions[slots]
-            return records
+        if offsets[0] >= COMPLETIONS_OFFSET:
+            slots = offsets - COMPLETIONS_OFFSET >> LINE_SHIFT
+            if np.minimum.reduce(slots) >= 0 and np.maximum.reduce(slots) < self._config.ring_slots:
+                records: Lines = self._completions[slots]
+                return records
         lines = bytearray().join(self.read(offset) for offset in offsets.tolist())
         return np.frombuffer(lines, np.uint8).reshape(-1, LINE_BYTES)
 
