@@ -1,4 +1,4 @@
-"""Long contexts on the RTL have the reference's bits."""
+"""Long contexts have the reference's bits."""
 
 import nearkv
 import pytest
@@ -22,3 +22,26 @@ def test_rows_of_a_long_context(rtl_device, rows):
             cache.append(sequence, layer=0, k=k[part:end], v=v[part:end])
         out = cache.attend([sequence], layer=0, q=q, scale=0.2)
     assert torch.equal(out, nearkv.reference.decode_attention(q, k[None], v[None], scale=0.2))
+
+
+def test_131072_rows_on_the_model(model):
+    """A head as models have them, several query heads, more pages than a table begins with."""
+    rows = 131_072
+    generator = torch.Generator().manual_seed(rows)
+    k, v = torch.randn(2, rows, 1, 64, generator=generator).bfloat16()
+    q = torch.randn(1, 2, 64, generator=generator).bfloat16()
+    with model.kv_cache(layers=1, kv_heads=1, head_dim=64) as cache:
+        sequence = cache.sequence()
+        for part in range(0, rows, 1 << 14):
+            end = part + (1 << 14)
+            cache.append(sequence, layer=0, k=k[part:end], v=v[part:end])
+        out = cache.attend([sequence], layer=0, q=q, scale=0.125)
+        before = model.stats()
+        window = cache.attend([sequence], layer=0, q=q, scale=0.125, window=100_001)
+        lines = (model.stats() - before).attention_lines
+    assert torch.equal(out, nearkv.reference.decode_attention(q, k[None], v[None], scale=0.125))
+    seen = slice(rows - 100_001, rows)
+    assert torch.equal(
+        window, nearkv.reference.decode_attention(q, k[None, seen], v[None, seen], scale=0.125)
+    )
+    assert lines == 100_001 * 4
