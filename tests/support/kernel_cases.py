@@ -171,12 +171,17 @@ def check_against_reference(lines, given: Batch) -> None:
 def meaning(lines, given: Batch):
     """Result lines of a batch, uint8 [jobs, group, bytes]: zero where a query is NaN, but for its codes."""
     shape = given.work[0][0].shape
-    data = np.stack(lines).reshape(len(lines), shape.group, -1).copy()
+    return meaning_of_results(np.stack(lines).reshape(len(lines), shape.group, -1), shape.form)
+
+
+def meaning_of_results(data, form: OutputForm):
+    """Results of query heads, uint8 [..., bytes]: zero where a query is NaN, but for its codes."""
+    data = data.copy()
     nan = data[..., -LINE_BYTES + DENOMINATOR.offset("flags") // 8] == 1
     kept = DENOMINATOR.offset("flags") // 8
     data[nan, -LINE_BYTES : -LINE_BYTES + kept] = 0
     data[nan, -LINE_BYTES + kept + 1 :] = 0
-    if shape.form is OutputForm.PARTIAL:
+    if form is OutputForm.PARTIAL:
         data[nan, :-LINE_BYTES] = 0
     return data
 
