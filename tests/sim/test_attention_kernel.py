@@ -7,18 +7,20 @@ import pytest
 from contract_cases import seed_of_run
 from kernel_cases import batch, check_against_reference, new_memory
 from native_checks import passes_with_a_random_seed, sanitized_program
-from nearkv_sim.model.native import attention_header, load_kernel
+from nearkv_sim.model.native import SOURCES, attention_header, load_kernel
 
-CHECK = Path(__file__).with_name("attention_check.cpp")
-SOURCES = ("attention.cpp", "attention_rows.cpp", "attention_partial.cpp", "attention_walk.cpp")
+CHECKS = [("attention_check.cpp", "address,undefined"), ("attention_check.cpp", "thread")]
+CHECKS += [("attention_walk_check.cpp", "address,undefined")]
 
 
 @pytest.mark.rtl
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_random_memory_under_sanitizers(tmp_path, sanitizers):
+@pytest.mark.parametrize(("check", "sanitizers"), CHECKS)
+def test_random_memory_under_sanitizers(tmp_path, check, sanitizers):
     (tmp_path / "attention_abi.h").write_text(attention_header())
     options = ("-frounding-math", "-pthread")
-    program = sanitized_program(tmp_path, CHECK, SOURCES, sanitizers=sanitizers, options=options)
+    program = sanitized_program(
+        tmp_path, Path(__file__).with_name(check), SOURCES, sanitizers=sanitizers, options=options
+    )
     passes_with_a_random_seed(program)
 
 
