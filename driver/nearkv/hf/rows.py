@@ -216,8 +216,9 @@ class DeviceRows(RowStore):
         if ranges is not None:
             self.device_calls += 1
             self.kv_bytes += sum(end - begin for begin, end in ranges) * self._row_bytes
+            rows = None if visible is None else ranges
             out: Tensor = self.cache.attend(
-                self.sequences, layer=layer, q=q[:, 0], scale=scale, rows=ranges, sinks=sinks
+                self.sequences, layer=layer, q=q[:, 0], scale=scale, rows=rows, sinks=sinks
             )
             return out[:, None]
         if layer not in self._prompt:

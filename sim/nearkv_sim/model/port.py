@@ -25,7 +25,7 @@ from .memory import Memory, enabled_bytes
 from .window import CommandWindow
 
 _COUNTS_KEPT = 1024
-_ALL_BYTES = np.uint64((1 << LINE_BYTES) - 1)
+_EVERY_BYTE = np.ones((1, LINE_BYTES), np.bool_)
 
 
 class ModelPort:
@@ -56,6 +56,7 @@ class ModelPort:
         self.config = config
         self.kernel, attend = choose(kernel, report)
         self._link_lines = 0
+        self._fence_cycles = timing.read_cycles(config)
         self._link_cycles = lru_cache(_COUNTS_KEPT)(partial(timing.link_cycles, config))
         self._counters = Counters(config)
         self._engine: Engine | None = Engine(config, self._counters, attend)
@@ -74,7 +75,7 @@ class ModelPort:
             elif isinstance(operation, Read):
                 results.append(self._read(engine.memory, operation.addresses))
             elif isinstance(operation, Fence):
-                self._counters.device["cycles"] += timing.read_cycles(self.config)
+                self._counters.device["cycles"] += self._fence_cycles
             else:
                 self._poll(engine.memory, operation)
         return results
@@ -129,9 +130,8 @@ class ModelPort:
         window = self._windows[area.aperture]
         if enables is None and window.post(area.offsets, data):
             return
-        if enables is None:
-            enables = np.full(len(data), _ALL_BYTES)
-        for offset, line, enabled in zip(area.offsets.tolist(), data, enabled_bytes(enables), strict=True):
+        every = _EVERY_BYTE.repeat(len(data), axis=0) if enables is None else enabled_bytes(enables)
+        for offset, line, enabled in zip(area.offsets.tolist(), data, every, strict=True):
             if window.write(offset, line, enabled):
                 engine.serve(window)
 
