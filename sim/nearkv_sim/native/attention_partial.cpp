@@ -105,11 +105,19 @@ void Partial::add_sinks(const std::uint32_t* sinks) {
 
 void Partial::write(const Job& job) {
     for (std::size_t query = 0; query < group_; query++) {
+        if (nan(query)) forget(query);
         std::uint8_t* out = job.result + query * static_cast<std::size_t>(job.result_bytes);
         std::memset(out, 0, static_cast<std::size_t>(job.result_bytes));
         (job.form == kFormPartial) ? write_states(job, out, query) : write_codes(job, out, query);
         write_denominator(out + job.denominator, query);
     }
+}
+
+// What was summed before the NaN depends on how rows were dealt to threads.
+void Partial::forget(std::size_t query) {
+    denominators_[query] = Sum();
+    std::fill_n(numerators(query), blocks_, LaneSums());
+    std::fill_n(&flags(query, 0), lanes_, std::uint8_t{0});
 }
 
 void Partial::write_states(const Job& job, std::uint8_t* out, std::size_t query) {

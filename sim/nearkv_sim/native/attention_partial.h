@@ -65,10 +65,12 @@ public:
     void merge(const Partial& other);
     // Adds the sink of each query head, by its float32 bits.
     void add_sinks(const std::uint32_t* sinks);
-    // Writes every query head's result to where the job wants it, whole lines, padding included.
+    // Writes every query head's result to where the job wants it, whole lines, padding included. Sums of a NaN query,
+    // which have no meaning, are written as empty.
     void write(const Job& job);
 
 private:
+    void forget(std::size_t query);
     void write_states(const Job& job, std::uint8_t* out, std::size_t query);
     void write_codes(const Job& job, std::uint8_t* out, std::size_t query);
     void write_denominator(std::uint8_t* line, std::size_t query);
