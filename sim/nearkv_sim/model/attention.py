@@ -14,6 +14,7 @@ from nearkv_hw.abi.bits import Layout
 from nearkv_hw.abi.formats import Format
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import DENOMINATOR
+from nearkv_hw.abi.numerics import TOP_NONE
 from torch import Tensor
 
 from ..port import Lines
@@ -136,13 +137,20 @@ def _runs(first_lines: Sequence[int], lines: int) -> LineIndices:
 def _result_lines(partial: contract.Partial, shape: Shape) -> Lines:
     """Results as they lie in memory, uint8 [jobs, group, bytes of a query head's result]."""
     planes: list[npt.NDArray[np.generic]]
+    query_nan = partial.query_nan.numpy()
+
+    def kept(plane: Tensor, empty: int = 0) -> npt.NDArray[np.int64]:
+        """A plane of sums; those of a NaN query, which have no meaning, as if they were empty."""
+        nan = query_nan.reshape(*query_nan.shape, *[1] * (plane.dim() - query_nan.ndim))
+        return np.where(nan, empty, plane.numpy())
+
     if shape.form is OutputForm.PARTIAL:
         sums = partial.numerators
         planes = [
-            sums.top.numpy().astype("<i4"),
-            sums.high.numpy().astype("<i8", copy=False),
-            sums.low.numpy().astype("<i8", copy=False),
-            partial.lane_flags.numpy(),
+            kept(sums.top, TOP_NONE).astype("<i4"),
+            kept(sums.high).astype("<i8", copy=False),
+            kept(sums.low).astype("<i8", copy=False),
+            kept(partial.lane_flags).astype("u1"),
         ]
     else:
         codes = contract.finish(partial, shape.form).numpy()
@@ -157,10 +165,10 @@ def _result_lines(partial: contract.Partial, shape: Shape) -> Lines:
     denominator = partial.denominator
     words = _pack_words(
         DENOMINATOR,
-        top=denominator.top.numpy(),
-        flags=partial.query_nan.numpy().astype(np.int64),
-        high=denominator.high.numpy(),
-        low=denominator.low.numpy(),
+        top=kept(denominator.top, TOP_NONE),
+        flags=query_nan.astype(np.int64),
+        high=kept(denominator.high),
+        low=kept(denominator.low),
     )
     out[..., offset:] = words.view(np.uint8)
     return out
