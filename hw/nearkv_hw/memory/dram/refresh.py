@@ -109,9 +109,9 @@ class Refresher(wiring.Component):
         begin, begun, refreshed = Signal(), Signal(), Signal()
         held, holding = Signal(), Signal()  # banks are held back; and their state is final
         if everything:
-            members, calm = ~Const(0, banks), Const(1)
+            members, calm, rested = ~Const(0, banks), Const(1), Const(1)
         else:
-            members, calm = self._choose_set(m, begin, refreshed)
+            members, calm, rested = self._choose_set(m, begin, refreshed)
 
         # At most one refresh is late by more than a few frames, but several may come due while one waits.
         owed = Signal(range(2 * t.postponed + 1))
@@ -129,7 +129,11 @@ class Refresher(wiring.Component):
 
         # What is decided ahead holds banks back from the next frame on; only then is their state final.
         m.d.comb += begin.eq(
-            (self.follow if ahead else self.tick) & ~held & (owed != 0) & next_refresh & (calm | (owed > 1))
+            (self.follow if ahead else self.tick)
+            & ~held
+            & (owed != 0)
+            & next_refresh
+            & (calm | ((owed > 1) & rested))
         )
         with m.If(begin):
             m.d.sync += [held.eq(1), self.hold.eq(members)]
@@ -179,15 +183,19 @@ class Refresher(wiring.Component):
         return m
 
     def _choose_set(self, m, begin, refreshed):
-        """Sets take turns, in any order: the banks of the one that comes next, and whether they are free."""
+        """Sets take turns, in any order: the banks of the one that comes next, whether nobody waits for them,
+        and whether there is one: the last of a round may still be refreshed when the next round begins."""
         sets = self.timings.refresh_sets
         banks_of = [
             [b for b in range(self.part.banks) if self.part.bank_set(b) == number] for number in range(sets)
         ]
         chosen = Signal(sets)
         done, left, free = Signal(sets), Signal(sets), Signal(sets)
+        m.submodules.resting = resting = Countdowns(count=sets, distances=[self.timings.refresh])
         m.d.comb += [
-            left.eq(~done),
+            resting.tick.eq(self.tick),
+            resting.start[0].eq(self.refresh << self.refresh_set),
+            left.eq(~done & resting.over),
             free.eq(left & ~Cat(Cat(self.wanted[b] for b in banks).any() for banks in banks_of)),
             chosen.eq(Mux(free.any(), free & (~free + 1), left & (~left + 1))),
         ]
@@ -200,4 +208,4 @@ class Refresher(wiring.Component):
         with m.If(refreshed):
             m.d.sync += done.eq(Mux(after.all(), 0, after))
         members = Cat(chosen[self.part.bank_set(b)] for b in range(self.part.banks))
-        return members, free.any()
+        return members, free.any(), left.any()
