@@ -286,6 +286,21 @@ def test_rows_that_gpu_memory_does_not_hold_are_fetched_for_every_chunk():
         assert tiers.link_written_bytes == pytest.approx((20000 - 3 * SIZE) * ROW_BYTES)
 
 
+@pytest.mark.parametrize("at", [706790.313251521, 1e9])
+def test_loads_come_however_late_it_is(at):
+    """A week into a trace the last bytes of a load take less time than the clock can tell."""
+    again = request(prompt=60000, blocks=range(117))
+    asked = trace(again, request(at=at - 50, prompt=60000), replace(again, arrival_s=at))
+    setup, serving = replace(SETUP, gpus=8), Serving(host_bytes=1 << 40)
+    engine = Engine(small("gpu", 62000, setup=setup, serving=serving, below=[1 << 20]), asked, serving)
+    last = engine.run().outcomes[2]
+    assert last.hits == (3 * SIZE, 114 * SIZE)
+    loaded = 114 * SIZE * ROW_BYTES / engine.machine.below[0].rate
+    assert last.first_token_s == pytest.approx(
+        loaded + prompt_s(setup, (117 * SIZE, 60000 - 117 * SIZE)), abs=1e-6
+    )
+
+
 def test_a_slow_drive_is_slow():
     asked = [request(prompt=60000, blocks=range(117)), request(at=50, prompt=60000, blocks=range(200, 317))]
     asked.append(request(at=100, prompt=60000, blocks=range(117)))

@@ -16,7 +16,6 @@ import heapq
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from nearkv.estimate.layers import link_rates
 from nearkv.estimate.steps import NO_PROMPT, Prompt, Rows, Step, Work, prompt_attention
@@ -371,10 +370,12 @@ class Engine:
     def _wait(self) -> None:
         """Nothing to work on: the next arrival or load comes."""
         began = self.now
-        times = [one.request.arrival_s for one in islice(self._arrivals, 1)]
-        until = min([*times, *(self.now + seconds for seconds in self._loads.due())])
-        self._pass(until - self.now)
-        self.now = until
+        arrival = self._arrivals[0].request.arrival_s if self._arrivals else float("inf")
+        # not until when: late in a trace `now` is too coarse to tell when the last bytes of a load have come
+        seconds = min([arrival - began, *self._loads.due()])
+        self._pass(seconds)
+        if seconds == arrival - began:
+            self.now = arrival
         self._note(began, 0, 0, 0, 0.0, 0.0)
 
     def _note(self, began: float, steps: int, batch: int, prompt: int, read: float, sent: float) -> None:
