@@ -442,6 +442,17 @@ def test_those_admitted_last_give_way():
     assert result.summary()["output_tokens"] == 1200
 
 
+def test_only_what_was_worked_on_before_is_repeated():
+    """Nine tokens of a step are left for the second prompt, which gives way in the middle, 49 steps on."""
+    asked = trace(request(prompt=900, output=200), request(at=1e-3, prompt=1100))
+    setup, serving = replace(SETUP, batch=2), Serving(step_tokens=10)
+    result = Engine(small("gpu", 2048, setup=setup, serving=serving), asked, serving).run()
+    assert [one.preemptions for one in result.outcomes] == [0, 1]
+    grown = 2048 - 900 - 1100
+    assert result.outcomes[1].repeated == result.log["prompt"].sum() - 900 - 1100
+    assert 0 < result.outcomes[1].repeated <= 9 * grown + 10
+
+
 def test_the_same_trace_gives_the_same_result():
     asked = Synthetic(requests=50, rate=5, seed=5).trace()
     first, second = (simulate(SETUP, asked, "three tiers") for _ in range(2))

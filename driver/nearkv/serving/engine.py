@@ -163,6 +163,8 @@ class Engine:
         number, one = self._admitted.popitem()
         if number in self._decoding:
             self._leave(one)
+            one.worked = one.prompt
+        one.reached = max(one.reached, one.worked)
         self._let_go(one)
         one.preemptions += 1
         self._waiting.appendleft(one)
@@ -263,6 +265,7 @@ class Engine:
 
     def _work_on(self, one: Running, tokens: int) -> None:
         """A step has worked on tokens of a prompt: whole blocks can be shared, the last one gives a token."""
+        one.repeated += max(0, min(tokens, one.reached - one.worked))
         one.worked += tokens
         self._rooms.share(one, one.worked - tokens)
         if one.worked < one.prompt:

@@ -47,9 +47,7 @@ class Rooms:
         hits = [0] * len(store.tiers)
         for block in found:
             hits[block.tier] += size
-        if one.preemptions:
-            one.repeated += new
-        else:
+        if not one.preemptions:
             one.hits = hits
         self._use(one, found)
         parts = self._parts(new, extra)

@@ -32,7 +32,8 @@ class Running:
     admitted_s, first_s, last_s : when it was first admitted, and had its first and latest token; -1 before.
     hits : rows found at its first admission, by tier.
     preemptions : how often it had to give its rows back.
-    repeated : rows that it worked out again after that.
+    reached : most rows of its prompt, and of what it was answered, that it had when it gave them back.
+    repeated : of these, rows that it worked out again; more than once, if need be.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class Running:
         "number",
         "own",
         "preemptions",
+        "reached",
         "repeated",
         "request",
         "staged",
@@ -65,7 +67,7 @@ class Running:
         self.generated = 0
         self.admitted_s = self.first_s = self.last_s = -1.0
         self.hits = [0] * tiers
-        self.preemptions = self.repeated = 0
+        self.preemptions = self.reached = self.repeated = 0
         self.release()
 
     def release(self) -> None:
