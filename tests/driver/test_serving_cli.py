@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from nearkv.cli import app
 from nearkv.errors import ArgumentError
 from nearkv.estimate import Setup
 from nearkv.serving import Request, Serving, Synthetic, Trace, simulate
-from nearkv.serving.report import overview, page, write
+from nearkv.serving.report import overview, page, shown_s, write
 from typer.testing import CliRunner
 
 DATA = Path(__file__).parent / "data"
@@ -141,6 +142,15 @@ def test_plots_and_page(tmp_path):
     assert text.count("<img") == 2
     for told in ("gpu+controller", "TTFT median", "seed 0", "host_bytes", "in device, %"):
         assert told in text
+
+
+def test_a_system_that_refuses_everything_hides_no_other():
+    pytest.importorskip("matplotlib")
+    trace = Trace(name="x", requests=[Request(arrival_s=0, prompt=600000, output=200)])
+    setup = replace(SETUP, context=1 << 20)
+    none, near = (simulate(setup, trace, system) for system in ("gpu", "gpu+controller"))
+    assert none.summary()["refused"] == near.summary()["answered"] == 1
+    assert shown_s([none, near]) == near.summary()["seconds"] > 10
 
 
 def test_page_names_what_was_refused():

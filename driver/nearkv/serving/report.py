@@ -85,7 +85,7 @@ def overview(results: Sequence[Result]) -> bytes:
     _over_time(plots[2][1], results, "link", "over the devices' links, GB/s")
     handles, labels = plots[0][0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
-    late = [result.system for result in results if _end(result) > _shown_s(results)]
+    late = [result.system for result in results if _end(result) > shown_s(results)]
     cut = f"\n{', '.join(late)} went on for longer than is drawn" if late else ""
     drawing.suptitle(_title(results) + cut)
     return png(drawing)
@@ -112,7 +112,7 @@ def occupancy(results: Sequence[Result]) -> bytes:
             shown[f"{name}, {'running' if what == 'used' else 'kept'}"] = area
         plot.set_title(result.system, fontsize=10)
         plot.set_ylabel("GiB")
-        plot.set_xlim(0, _shown_s(results))
+        plot.set_xlim(0, shown_s(results))
         plot.set_ylim(bottom=0)
         plot.grid(True, alpha=0.3)
     for plot in list(plots.flat)[len(results) :]:
@@ -145,6 +145,13 @@ def page(results: Sequence[Result], serving: Serving) -> str:
         body += "<h2>Refused</h2>" + table({name: name.replace("_", " ") for name in names}, refused)
     body += f"<h2>What was asked</h2>{pairs(asked | vars(serving) | setup)}"
     return document(_title(results), body)
+
+
+def shown_s(results: Sequence[Result]) -> float:
+    """How much of the time is drawn: one system that takes forever must not hide the others, nor one that
+    refuses everything."""
+    ends = [_end(result) for result in results if result.answered] or [max(map(_end, results))]
+    return min(max(ends), _MOST_TIME * min(ends))
 
 
 def _shown(result: Result) -> dict[str, Any]:
@@ -198,7 +205,7 @@ def _over_time(plot: Any, results: Sequence[Result], what: str, title: str) -> N
         else:
             values = _at(result, what, at)
         plot.plot(at, values, **_style(number, result))
-    plot.set_xlim(0, _shown_s(results))
+    plot.set_xlim(0, shown_s(results))
     plot.set_xlabel("seconds")
     plot.set_title(title, fontsize=10)
     plot.set_ylim(bottom=0)
@@ -218,15 +225,9 @@ def _end(result: Result) -> float:
     return float(result.log["ended"][-1]) if len(result.log["ended"]) else 1.0
 
 
-def _shown_s(results: Sequence[Result]) -> float:
-    """How much of the time is drawn: one system that takes forever must not hide the others."""
-    ends = [_end(result) for result in results]
-    return min(max(ends), _MOST_TIME * min(ends))
-
-
 def _points(result: Result, results: Sequence[Result], count: int = _POINTS) -> Floats:
     """The ends of equal parts of a result's time, as far as it is drawn."""
-    return np.linspace(0, min(_end(result), _shown_s(results)), count + 1)[1:]
+    return np.linspace(0, min(_end(result), shown_s(results)), count + 1)[1:]
 
 
 def _at(result: Result, what: str, at: Floats) -> Floats:
