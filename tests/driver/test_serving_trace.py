@@ -75,6 +75,7 @@ def test_order(tmp_path):
         ("[1]", "line 1: is no object; every line is one with timestamp, input_length"),
         (line(hash_ids=None), "no field hash_ids; it has timestamp, input_length, output_length, and needs"),
         (line(timestamp=-1), "timestamp=-1: must be milliseconds of at least 0"),
+        (line(timestamp=10**400), "must be milliseconds of at least 0 and below 1e\\+15"),
         (line(timestamp="now"), "timestamp='now': must be milliseconds"),
         (line(input_length=0), "input_length=0: must be a whole number of tokens from 1"),
         (line(output_length=-4), "line 1: output_length=-4: must be a whole number of tokens from 1"),
@@ -110,11 +111,25 @@ def test_bad_mooncake(tmp_path, text, message):
             "ContextTokens='many': must be a whole number of tokens",
         ),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,1"], "GeneratedTokens=None: must"),
+        (
+            ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,1,2,3"],
+            "line 2: has more cells than there are columns",
+        ),
     ],
 )
 def test_bad_azure(tmp_path, lines, message):
     with pytest.raises(ArgumentError, match=message):
         read(written(tmp_path, "x.csv", *lines))
+
+
+def test_encoding(tmp_path):
+    path = tmp_path / "x.csv"
+    plain = AZURE.read_bytes()
+    path.write_bytes(b"\xef\xbb\xbf" + plain)
+    assert read(path).requests == read(AZURE).requests
+    path.write_bytes(plain + b"\xff")
+    with pytest.raises(ArgumentError, match=r"x\.csv: is no text as a trace is .*must be UTF-8"):
+        read(path)
 
 
 def test_formats_are_named(tmp_path):
@@ -156,6 +171,7 @@ def test_scaled():
             [Request(arrival_s=1, prompt=1, output=1), Request(arrival_s=0, prompt=1, output=1)],
             "sort requests",
         ),
+        ([Request(arrival_s=float("inf"), prompt=1, output=1)], "arrival_s=inf: must be seconds of at"),
         ([Request(arrival_s=0, prompt=511, output=1, blocks=(1,))], "1 blocks of 512 tokens are more than"),
     ],
 )

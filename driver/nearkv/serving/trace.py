@@ -23,7 +23,10 @@ from nearkv.errors import ArgumentError
 MAX_TOKENS = 1 << 30
 BLOCK_TOKENS = 512
 """Tokens of a block of the Mooncake traces."""
+_LONGEST_S = 1e12
+"""Beyond it (30,000 years) a float tells no tenth of a millisecond."""
 _MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
+_ENCODING = "utf-8-sig"  # with or without the mark that spreadsheets put first
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -75,7 +78,12 @@ class Trace:
             where = f"{self.name}, request {number}"
             _tokens(f"{where}: prompt", request.prompt)
             _tokens(f"{where}: output", request.output)
-            if not before <= request.arrival_s < float("inf"):
+            if not 0 <= request.arrival_s < _LONGEST_S:
+                raise ArgumentError(
+                    f"{where}: arrival_s={request.arrival_s!r}: must be seconds of at least 0 and below "
+                    f"{_LONGEST_S:g}"
+                )
+            if request.arrival_s < before:
                 raise ArgumentError(
                     f"{where}: arrival_s={request.arrival_s!r} is before {before:g}, when the one before "
                     "arrives; sort requests by arrival"
@@ -128,7 +136,11 @@ def read(
             raise ArgumentError(
                 f"{path}: its ending is neither .jsonl (Mooncake) nor .csv (Azure); say which format it has"
             )
-    rows, unused = one_of("format", kind, _READERS)(path, block_tokens)
+    reader = one_of("format", kind, _READERS)
+    try:
+        rows, unused = reader(path, block_tokens)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ArgumentError(f"{path}: is no text as a trace is ({error}); it must be UTF-8") from error
     if not rows:
         raise ArgumentError(f"{path}: no requests; a trace has at least one")
     if sort:
@@ -152,14 +164,14 @@ Rows = list[tuple[int, Request]]
 def _mooncake(path: Path, block_tokens: int) -> tuple[Rows, tuple[str, ...]]:
     rows: Rows = []
     unused: dict[str, None] = {}
-    with path.open() as file:
+    with path.open(encoding=_ENCODING) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
             try:
                 fields = json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:
                 raise ArgumentError(
                     f"{where}: is no JSON ({error}); every line is an object with {_MOONCAKE}"
                 ) from error
@@ -173,8 +185,10 @@ def _mooncake(path: Path, block_tokens: int) -> tuple[Rows, tuple[str, ...]]:
 
 def _of_mooncake(where: str, fields: dict[str, Any], block_tokens: int) -> Request:
     at, names = fields["timestamp"], fields["hash_ids"]
-    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < float("inf"):
-        raise ArgumentError(f"{where}: timestamp={at!r}: must be milliseconds of at least 0")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < 1e3 * _LONGEST_S:
+        raise ArgumentError(
+            f"{where}: timestamp={at!r}: must be milliseconds of at least 0 and below {1e3 * _LONGEST_S:g}"
+        )
     prompt = _tokens(f"{where}: input_length", fields["input_length"])
     output = _tokens(f"{where}: output_length", fields["output_length"])
     if not isinstance(names, list) or not all(type(name) is int for name in names):
@@ -191,7 +205,7 @@ def _of_mooncake(where: str, fields: dict[str, Any], block_tokens: int) -> Reque
 
 
 def _azure(path: Path, block_tokens: int) -> tuple[Rows, tuple[str, ...]]:
-    with path.open(newline="") as file:
+    with path.open(encoding=_ENCODING, newline="") as file:
         reader = csv.DictReader(file)
         columns = [name for name in reader.fieldnames or () if name]
         _present(str(path), columns, _AZURE, "column")
@@ -205,6 +219,8 @@ def _numbered(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, str]
 
 
 def _of_azure(where: str, row: dict[str, str]) -> Request:
+    if None in row:  # where the reader puts what is left over
+        raise ArgumentError(f"{where}: has more cells than there are columns")
     try:
         at = datetime.fromisoformat(row["TIMESTAMP"])
     except (TypeError, ValueError) as error:
