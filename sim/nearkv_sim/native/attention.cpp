@@ -7,10 +7,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -61,8 +62,8 @@ public:
         for (std::int64_t i = 1; i < batch->threads_; i++) {
             try {
                 std::thread([batch] { batch->work(); }).detach();
-            } catch (const std::system_error&) {
-                break;  // the threads that are there do it all
+            } catch (const std::exception&) {
+                break;  // no thread, or no memory for one: those that are there do it all, and are waited for
             }
         }
         batch->work();
