@@ -80,8 +80,9 @@ KIND = np.dtype(
     ],
     align=True,
 )
-"""What descriptors say that are walked together: the rest of their jobs is zero; lines of the whole group's
-queries and results and of its sinks, if any, and of a row, K and V."""
+"""What descriptors that are walked together have in common: their job, in which each one's entries, result,
+rows and lines are left to the walk; lines of the whole group's queries and results, of its sinks (0 for
+none), and of a row, K and V; and how often rows are read."""
 DEVICE = np.dtype([("image", "u8"), ("owners", "u8"), ("extents", "i8"), ("slices", "i8")], align=True)
 """A device's memory: its lines, and the owner of each extent."""
 _CPP_TYPES = {"u4": "std::uint32_t", "i4": "std::int32_t", "i8": "std::int64_t"}

@@ -68,7 +68,7 @@ class Plain:
     -------
     kind : theirs.
     members : which descriptors they are, rising.
-    results : their results, [jobs, lines, 64], and in which lines of the memory each belongs.
+    results : their results, [jobs, lines, 64].
     result_lines : the first line of each one's place in the memory.
     lines : K and V lines of a pass in each slice, [jobs, slices].
     """
@@ -83,8 +83,8 @@ class Plain:
 class PlainJobs:
     """Does the jobs of a batch that have nothing wrong; what they read and stream is counted here.
 
-    Left out, too, are jobs that are good but rare: without rows, or with queries, entries or results in two
-    extents, and all jobs where the memory has inverted bits.
+    Left out, too, are jobs that are good but rare: without rows, or with queries, sinks, entries or results
+    in two extents, and all jobs where the memory has inverted bits.
 
     Parameters
     ----------

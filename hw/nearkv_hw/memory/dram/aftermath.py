@@ -12,7 +12,8 @@ class Aftermath(wiring.Component):
     """Tells banks apart that the commands just given keep from having one in the very next frame.
 
     A command never allows another one in the next frame, it only forbids; so a controller may work out what
-    the rules allow before it knows the frame's commands, and take this off.
+    the rules allow before it knows the frame's commands, and take this off. Banks that are refreshed are not
+    told: the refresher holds them back itself.
 
     Parameters
     ----------
