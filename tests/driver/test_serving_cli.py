@@ -88,6 +88,17 @@ def test_fields_without_a_meaning_are_shown(tmp_path):
     assert "fields of the trace that mean nothing here: NumImages" in invoke(path).output
 
 
+def test_names_are_shown_as_they_are(tmp_path):
+    """A file and a field whose names look like marks of the terminal's."""
+    path = tmp_path / "[bold]x.csv"
+    path.write_text("TIMESTAMP,[/red],ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,1,20,3\n")
+    out = tmp_path / "[dim].csv"
+    shown = invoke(path, "--out", out)
+    assert shown.exit_code == 0
+    for told in ("[bold]x.csv: 1 requests", "mean nothing here: [/red]", "[dim].csv"):
+        assert told in shown.output.replace("\n", "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--sort"], ["--format", "azure"], [DATA / "requests_azure.csv", "--seed", "1"], ["--config", "x"]],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from nearkv.arguments import one_of
 
@@ -222,7 +223,7 @@ def serve_sim(
         return
     _show(asked, results)
     for path in out or ():
-        say(f"wrote {path}")
+        say(f"wrote {escape(str(path))}")
 
 
 def _with_context(setup: Setup, longest: str | None) -> Setup:
@@ -268,9 +269,9 @@ def _show(trace: Trace, results: Sequence[Result]) -> None:
         f"[bold]{setup.model.name}[/] on {setup.gpus} x {setup.gpu.name}, {setup.devices} x "
         f"{setup.config.name} ({setup.device_bytes / 2**30:g} GiB each)"
     )
-    say(f"{trace.name}: {len(trace.requests):,} requests in {lasts:,.0f} s")
+    say(f"{escape(trace.name)}: {len(trace.requests):,} requests in {lasts:,.0f} s")
     if trace.unused:
-        say(f"fields of the trace that mean nothing here: {', '.join(trace.unused)}")
+        say(f"fields of the trace that mean nothing here: {escape(', '.join(trace.unused))}")
     sums = [result.summary() for result in results]
     print_table("times, median / 99th percentile of requests", _TIMES, map(_times, sums))
     print_table("means and sums", _MEMORY, map(_memory, sums))
