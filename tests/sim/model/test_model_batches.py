@@ -10,8 +10,9 @@ import pytest
 from contract_cases import seed_of_run
 from nearkv_hw.abi import LINE_BYTES, OutputForm, Status, configure, window
 from nearkv_hw.abi.config import EXTENT_BYTES
-from nearkv_hw.abi.descriptor import ATTEND
-from nearkv_hw.abi.memory import ENTRY, TABLE
+from nearkv_hw.abi.descriptor import ATTEND, MAX_PAGE_ROWS_LOG2
+from nearkv_hw.abi.memory import ENTRIES_PER_LINE, ENTRY, TABLE, table_entry_lines
+from nearkv_hw.abi.numerics import MAX_ROWS
 from nearkv_sim.model import ModelPort
 from nearkv_sim.port import Read
 from rawhost import RawHost, claim_descriptor, factor_bits, nop_descriptor
@@ -117,10 +118,42 @@ def descriptor(draw, job, others, tag):
     return ATTEND.pack_bytes({**fields, "tag": tag, **wrong})
 
 
+def spoil(draw, host, job):
+    """Spoil a job's page table; where the line lies that it stood in, and what that held."""
+    table, extent_lines = job.fields["table"], EXTENT_BYTES // LINE_BYTES
+    line = host.read(table, LINE_BYTES)
+    header = TABLE.unpack(line)
+    if draw.random() < 0.5:
+        wrong = draw.choice(
+            (
+                {"magic": 1}, {"version": 2}, {"heads": draw.randint(0, 1)}, {"reserved_version": 1},
+                {"entries": draw.choice((0, 1, header["entries"] - 1, header["entries"] + 9, (1 << 32) - 1))},
+                {"committed_rows": draw.choice((draw.randint(0, job.fields["row_end"]), (1 << 32) - 1))},
+            )
+        )  # fmt: skip
+        host.write(table, TABLE.pack_bytes({**header, **wrong}))
+        return table, line
+    page = draw.randrange(header["entries"])
+    number = job.fields["kv_head"] * table_entry_lines(header["entries"]) + page // ENTRIES_PER_LINE
+    place, at = table + (1 + number) * LINE_BYTES, page % ENTRIES_PER_LINE * ENTRY.width // 8
+    line = host.read(place, LINE_BYTES)
+    entry = ENTRY.unpack(line[at : at + ENTRY.width // 8])
+    wrong = draw.choice(
+        (
+            {"valid": 0}, {"reserved_low": 1}, {"reserved_end": 1 << 11},
+            {"line": entry["line"] + 1}, {"line": draw.randint(1, 3) * extent_lines - 1},
+            {"line": draw.choice((OTHER, OTHER - 1)) * extent_lines},
+            {"line": CAPACITY // LINE_BYTES - draw.randint(0, 1)}, {"line": (1 << 46) - 1},
+        )
+    )  # fmt: skip
+    host.write_bytes(place + at, ENTRY.pack_bytes({**entry, **wrong}))
+    return place, line
+
+
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("overrides", [{}, {"channels": 4, "queries": 8, "dram": "fixed"}], ids=str)
 def test_random_batches(twins, part, overrides):
-    """Jobs of several kinds, jobs at fault, fences and claims, with results that overlap."""
+    """Jobs of several kinds, jobs and tables at fault, fences and claims, with results that overlap."""
     seed = f"{seed_of_run()}/{part}"
     draw, both = random.Random(seed), twins(**overrides)
     jobs = both.each(lambda host: contexts(host, seed))
@@ -136,7 +169,12 @@ def test_random_batches(twins, part, overrides):
                 (nop_descriptor(5), nop_descriptor(5, flags=1), claim_descriptor(OTHER - 2, 2))
             )
             batch.insert(draw.randint(0, len(batch)), fence)
+        turns, spoilt = f"{seed}/{draw.random()}", draw.choice((None, *some))
+        if spoilt:
+            whole = both.each(lambda host, at=turns, job=spoilt: spoil(random.Random(at), host, job))
         records = both.each(lambda host, batch=batch: host.post(*batch))
+        if spoilt:
+            both.each(lambda host, whole=whole: host.write(*whole))
         seen |= {Status(record["status"]) for record in records}
         both.check(jobs)
     both.check()
@@ -169,6 +207,26 @@ def test_one_job_fails_and_the_others_are_right(twins):
     results = both.each(lambda host: [host.read(job.fields["result"], job.result_bytes) for job in jobs])
     for record, result, whole in zip(records, results, want, strict=True):
         assert result == (whole if record["status"] == Status.OK else bytes(len(whole)))
+    both.check()
+
+
+def test_no_more_rows_than_a_sum_holds(twins):
+    """One page stands for the last rows of a table that promises one row too many."""
+    both, page_rows = twins(), 1 << MAX_PAGE_ROWS_LOG2
+
+    def last_rows(host):
+        codes = np.full((8, 8), 0x3F80, np.uint16)
+        table = host.table(
+            [codes], [codes], page_rows=page_rows, entries=(MAX_ROWS + 1) // page_rows, committed=MAX_ROWS + 1
+        )
+        entry = ENTRY.pack_bytes(valid=1, line=table.pages[0][0] // LINE_BYTES)
+        host.write_bytes(table.address + LINE_BYTES + (MAX_ROWS // page_rows) * len(entry), entry)
+        job = host.job(table, codes[:1], factor=factor_bits(1))
+        ends = (MAX_ROWS, MAX_ROWS + 1)
+        return host.post(*(job.descriptor(row_begin=MAX_ROWS - 1, row_end=end) for end in ends))
+
+    records = both.each(last_rows)
+    assert [record["status"] for record in records] == [Status.OK, Status.BAD_RANGE]
     both.check()
 
 
