@@ -43,6 +43,9 @@ class Engine:
     trace : the requests.
     serving : how it serves.
     report : told of progress.
+
+    Members
+    -------
     store : rows and blocks in every tier.
     outcomes : of the requests that are through.
     now : seconds since the first arrival.

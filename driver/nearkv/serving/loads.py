@@ -14,8 +14,8 @@ _DONE = 1.0
 class Load:
     """Rows on their way to where a request needs them.
 
-    Parameters
-    ----------
+    Members
+    -------
     bytes_left : that have yet to come.
     """
 
@@ -31,6 +31,9 @@ class Loads:
     Parameters
     ----------
     machine : the system.
+
+    Members
+    -------
     loaded : bytes that have come from each place.
     """
 

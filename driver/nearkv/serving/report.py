@@ -233,18 +233,19 @@ def _points(result: Result, results: Sequence[Result], count: int = _POINTS) -> 
 def _at(result: Result, what: str, at: Floats) -> Floats:
     """Means of a column of the log over the time up to each point from the one before."""
     log = result.log
-    if not len(log["ended"]):
-        return np.zeros(len(at))
-    sums = np.concatenate(([0.0], (log[what] * (log["ended"] - log["began"])).cumsum()))
-    whole = np.interp(at, np.concatenate(([0.0], log["ended"])), sums)
-    return np.diff(whole, prepend=0.0) / np.diff(at, prepend=0.0)
+    return _per_second(result, log[what] * (log["ended"] - log["began"]), at)
 
 
 def _rate(result: Result, at: Floats) -> Floats:
     """Bytes/s over the devices' links in the time up to each point."""
-    log = result.log
-    if not len(log["ended"]):
+    return _per_second(result, result.log["read"] + result.log["sent"], at)
+
+
+def _per_second(result: Result, amounts: Floats, at: Floats) -> Floats:
+    """What the lines of the log amount to in the time up to each point, by its seconds."""
+    ended = result.log["ended"]
+    if not len(ended):
         return np.zeros(len(at))
-    sums = np.concatenate(([0.0], (log["read"] + log["sent"]).cumsum()))
-    whole = np.interp(at, np.concatenate(([0.0], log["ended"])), sums)
+    sums = np.concatenate(([0.0], amounts.cumsum()))
+    whole = np.interp(at, np.concatenate(([0.0], ended)), sums)
     return np.diff(whole, prepend=0.0) / np.diff(at, prepend=0.0)

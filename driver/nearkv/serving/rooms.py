@@ -19,6 +19,9 @@ class Rooms:
     store : its memory.
     loads : what is on its way.
     prefix_cache : whether blocks are shared.
+
+    Members
+    -------
     staging_free : rows of prompts for which GPU memory has room beside their homes.
     """
 

@@ -16,6 +16,10 @@ class Running:
     ----------
     number : its place in the trace.
     request : what is asked for.
+    tiers : how many there are.
+
+    Members
+    -------
     generated : tokens that it has been answered with.
     blocks : shared blocks that it uses.
     own : rows of its own in each home, those for windowed layers not included.

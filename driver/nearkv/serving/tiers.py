@@ -15,6 +15,9 @@ class Block:
     ----------
     name : of its tokens and of all before them.
     tier : where it lies.
+
+    Members
+    -------
     users : running requests whose prompt has it; kept for later ones when there are none.
     arrives : the load that brings it, or None.
     """
@@ -34,6 +37,9 @@ class Tier:
     Parameters
     ----------
     rows : that have room.
+
+    Members
+    -------
     used : rows that running requests have, those of blocks with users included.
     kept : blocks without users, the least recently used one first.
     moved_in : rows that came down from the tier above.
@@ -60,6 +66,11 @@ class Store:
     ----------
     rows : room of every tier.
     block_tokens : rows of a block.
+
+    Members
+    -------
+    tiers : from the first one down.
+    blocks : those that are anywhere, by name.
     """
 
     def __init__(self, rows: Sequence[int], block_tokens: int) -> None:
