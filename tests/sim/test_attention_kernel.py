@@ -10,12 +10,12 @@ from native_checks import passes_with_a_random_seed, sanitized_program
 from nearkv_sim.model.native import SOURCES, attention_header, load_kernel
 
 CHECKS = [("attention_check.cpp", "address,undefined"), ("attention_check.cpp", "thread")]
-CHECKS += [("attention_walk_check.cpp", "address,undefined")]
+CHECKS += [(f"attention_{what}_check.cpp", "address,undefined") for what in ("walk", "memory")]
 
 
 @pytest.mark.rtl
 @pytest.mark.parametrize(("check", "sanitizers"), CHECKS)
-def test_random_memory_under_sanitizers(tmp_path, check, sanitizers):
+def test_programs_under_sanitizers(tmp_path, check, sanitizers):
     (tmp_path / "attention_abi.h").write_text(attention_header())
     options = ("-frounding-math", "-pthread")
     program = sanitized_program(
