@@ -14,6 +14,7 @@ import pytest
         "nearkv.estimate.steps",
         "nearkv.estimate.sweep",
         "nearkv.estimate.systems",
+        "nearkv.pages",
         "nearkv.serving",
     ],
 )

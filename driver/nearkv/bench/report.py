@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nearkv.errors import NearkvError
+from nearkv.pages import replace_block
 
 Results = Sequence[Mapping[str, Any]]
-_BEGIN = "<!-- figures: nearkv bench memory --write docs/memory.md -->"
-_END = "<!-- end of figures -->"
+_COMMAND = "nearkv bench memory --write docs/memory.md"
 _RATES = {
     "memory.batch": "32 jobs of 4,096 rows, 8 queries",
     "memory.batch256": "256 jobs of 256 rows, 8 queries",
@@ -26,12 +25,7 @@ _TRAFFIC = {
 
 def write_into(page: Path, results: Results) -> None:
     """Replace the tables of a page; NearkvError where it has no place for them."""
-    text = page.read_text()
-    head, began, rest = text.partition(_BEGIN)
-    _, ended, tail = rest.partition(_END)
-    if not began or not ended:
-        raise NearkvError(f"{page} lacks the line {_BEGIN}, or {_END} after it")
-    page.write_text(f"{head}{_BEGIN}\n\n{markdown(results)}\n\n{_END}{tail}")
+    page.write_text(replace_block(page.read_text(), "figures", _COMMAND, markdown(results), where=page))
 
 
 def markdown(results: Results) -> str:
