@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from .output import JsonOption, print_results
+from .progress import steps_bar
 
 app = typer.Typer(name="bench", help="Measure something and print named results.", no_args_is_help=True)
 
@@ -64,7 +54,7 @@ def model(
     from nearkv.bench import model as bench
 
     lengths = bench.LENGTHS if all_lengths else (bench.ROWS,)
-    with _steps(len(lengths)) as steps:
+    with steps_bar(len(lengths)) as steps:
         results = list(bench.measure(lengths, repeats=repeats, progress=steps))
     print_results("model", results, as_json)
 
@@ -118,7 +108,7 @@ def memory(
         cases=case or (),
     )
     with_dram = [dram for dram in parts if dram in PARTS and options.wants("traffic")]
-    with _steps(len(bench.plan(options)) + len(with_dram)) as steps:
+    with steps_bar(len(bench.plan(options)) + len(with_dram)) as steps:
         results = [
             *bench.measure(options, steps),
             *controller.measure(with_dram, quick=quick, progress=steps),
@@ -150,7 +140,7 @@ def timing(
     from nearkv.bench import timing as bench
 
     parts = _members("--part", part, Dram) or tuple(PARTS)
-    with _steps(bench.devices(parts)) as steps:
+    with steps_bar(bench.devices(parts)) as steps:
         again = list(bench.measure(parts, quick=quick, progress=steps))
     if write:
         bench.write(write, again)
@@ -167,37 +157,3 @@ def _members(option: str, names: list[str] | None, kind: type[Member]) -> tuple[
         if name not in choices:
             raise typer.BadParameter(f"{option} {name!r}: there are {', '.join(choices)}")
     return tuple(choices[name] for name in names or ())
-
-
-class _Steps:
-    """A bar over the steps of a bench, and under way what the present step does."""
-
-    def __init__(self, progress: Progress, count: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=count)
-        self._begun = 0
-
-    def begin(self, title: str) -> None:
-        """Another step; the one before is over."""
-        self._progress.update(self._task, description=title, completed=self._begun)
-        self._begun += 1
-
-    def tell(self, line: str) -> None:
-        """What the step does now."""
-        self._progress.update(self._task, description=line)
-
-
-@contextmanager
-def _steps(count: int) -> Iterator[_Steps]:
-    """A bar over `count` steps, full in the end."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        steps = _Steps(progress, count)
-        yield steps
-        steps.begin("")
