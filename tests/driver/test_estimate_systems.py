@@ -219,3 +219,25 @@ def test_a_device_has_what_its_parts_hold():
     assert device(dram="hbm3_6400").capacity_bytes == 4 << 30
     assert device(capacity_bytes=1 << 30).capacity_bytes == 1 << 30
     assert Setup(model="qwen3-8b", context=1, config=device("card", channels=16)).device_bytes == 256 << 30
+
+
+def test_units_and_links_of_another_rate():
+    one = setup()
+    base, half, double = (
+        on_devices(replace(one, unit_rate=rate), one.model.attention[0], 131072, 1, partial=False)
+        for rate in (1, 0.5, 2)
+    )
+    # 8 jobs of 131,072 rows of 8 lines over 4 channels, two cycles a line
+    assert half.seconds == pytest.approx(2 * 8 * 131072 * 8 / 4 / 800e6, rel=0.001)
+    assert (base.bound, half.bound) == ("memory", "issue")
+    assert double.seconds == base.seconds
+    assert link_rates(replace(one, link_factor=0.5)) == tuple(rate / 2 for rate in link_rates(one))
+    # a link that is quicker than the DRAM behind it waits for it
+    assert fetch_rate(replace(one, link_factor=100)) == pytest.approx(204.8e9 * 0.917, rel=0.001)
+
+
+@pytest.mark.parametrize("name", ["unit_rate", "link_factor"])
+def test_rates_have_limits(name):
+    for value in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ArgumentError, match=f"{name}=.*must be 1e-6 to 1e6"):
+            setup(**{name: value})

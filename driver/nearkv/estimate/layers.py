@@ -74,8 +74,8 @@ def link_rates(setup: Setup) -> tuple[float, float]:
     own = setup.gpus * setup.gpu.host_link.value
     devices = setup.devices / setup.hosts
     return (
-        min(own, devices * write),
-        min(own, devices * read),
+        setup.link_factor * min(own, devices * write),
+        setup.link_factor * min(own, devices * read),
     )
 
 
@@ -128,7 +128,7 @@ def on_devices(setup: Setup, kind: AttentionLayers, rows: float, batch: int, *, 
         query_lines=query_lines,
         page_rows=setup.page_rows,
         result_lines=layout.lines,
-        taken=taken,
+        taken=taken / setup.unit_rate,
     )
     heads, passes = batch * kind.q_heads * shares, len(timing.passes_of(config, kind.group))
     out_bytes = LINE_BYTES * (heads * query_lines + jobs * shares * _COMMAND_LINES)

@@ -74,6 +74,9 @@ class Setup:
     host_share : lines per cycle and slice that others want of a device's memory, 0 to 1.
     page_rows : rows of a KV page.
     form : the card's form, of `FORM_FACTORS`.
+    link_factor : how many times faster than its data sheet the way between GPUs and devices is, both the
+        GPUs' ports and the devices' links.
+    unit_rate : lines that a unit takes per cycle; the RTL's takes 1.
 
     Raises
     ------
@@ -96,6 +99,8 @@ class Setup:
     host_share: float = 0.0
     page_rows: int = 16
     form: str = "cem"
+    link_factor: float = 1.0
+    unit_rate: float = 1.0
 
     def __post_init__(self) -> None:
         for name, known in (("model", model), ("kv_format", kv_format), ("gpu", gpu)):
@@ -113,6 +118,9 @@ class Setup:
             raise ArgumentError(f"host_share={self.host_share!r}: must be 0 to 1 line per cycle and slice")
         if not 0 <= self.launch_s <= 1:
             raise ArgumentError(f"launch_s={self.launch_s!r}: must be 0 to 1 second")
+        for name in ("link_factor", "unit_rate"):
+            if not 1e-6 <= getattr(self, name) <= 1e6:
+                raise ArgumentError(f"{name}={getattr(self, name)!r}: must be 1e-6 to 1e6")
         one_of("form", self.form, FORM_FACTORS)
         if self.config.dram not in PARTS:
             raise ArgumentError(
@@ -155,6 +163,8 @@ class Setup:
             "host_share": self.host_share,
             "page_rows": self.page_rows,
             "form": self.form,
+            "link_factor": self.link_factor,
+            "unit_rate": self.unit_rate,
             "config": self.config.to_dict(),
         }
 

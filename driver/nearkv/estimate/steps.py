@@ -222,7 +222,7 @@ def with_tiers(setup: Setup, work: Work) -> Step:
     """Rows on GPUs, devices and in the host's memory, all at once."""
     prompt = work.prompt
     matrix = matrices(setup, work.batch + prompt.tokens)
-    host_rate = setup.gpus * setup.gpu.host_link.value
+    host_rate = setup.link_factor * setup.gpus * setup.gpu.host_link.value
     attention = hot_s = near_s = link_s = trips = fetched = 0.0
     calls = []
     for kind, rows in zip(setup.model.attention, work.rows, strict=True):

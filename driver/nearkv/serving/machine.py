@@ -176,7 +176,7 @@ def machine(setup: Setup, system: str, serving: Serving) -> Machine:
         TIERS: (with_tiers, [gpu, device], []),
     }
     form, homes, below = forms.get(system, (near, [device], []))
-    to_host = setup.gpus * setup.gpu.host_link.value
+    to_host = setup.link_factor * setup.gpus * setup.gpu.host_link.value
     below += [
         _place(setup, "host", serving.host_bytes, rate=to_host),
         _place(setup, "ssd", serving.ssd_bytes, rate=min(to_host, serving.ssd_bandwidth)),
