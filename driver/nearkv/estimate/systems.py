@@ -122,13 +122,13 @@ def estimate(setup: Setup) -> list[Answer]:
     >>> [answer.system for answer in answers][:2]
     ['gpu', 'gpu+memory']
     """
-    answers = [_gpu_only(setup), _with_memory(setup)]
+    answers = [_gpu_only(setup), with_spill(setup)]
     for placement in Placement:
         try:
             placed = setup.at(placement)
         except ValueError:
             continue
-        answers.append(_at_placement(placed))
+        answers.append(at_placement(placed))
     if has_units(setup):
         answers.append(_three_tiers(setup))
     return answers
@@ -201,15 +201,16 @@ def _gpu_only(setup: Setup) -> Answer:
     return _answer(setup, GPU_ONLY, step, split, gpu=True)
 
 
-def _with_memory(setup: Setup) -> Answer:
+def with_spill(setup: Setup) -> Answer:
     """What has no room on the GPUs lies in CXL memory, and is fetched."""
     split = _split(setup, gpu=1.0, device=True, host=False)
     step = with_memory(setup, _work(setup, _with_room(split)))
     return _answer(setup, MEMORY, step, split, gpu=True, device=True)
 
 
-def _at_placement(setup: Setup) -> Answer:
-    """All rows on the devices; where these have no units, the host side reads every one."""
+def at_placement(setup: Setup) -> Answer:
+    """All rows on the devices, at the setup's own placement; where these have no units, the host side reads
+    every one."""
     split = _split(setup, gpu=0.0, device=True, host=False)
     form = with_devices if has_units(setup) else with_memory
     step = form(setup, _work(setup, _with_room(split)))
