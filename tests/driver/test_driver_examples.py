@@ -16,6 +16,9 @@ import pytest
         "nearkv.estimate.systems",
         "nearkv.pages",
         "nearkv.serving",
+        "nearkv.study.maps",
+        "nearkv.study.near",
+        "nearkv.study.tables",
     ],
 )
 def test_examples(module):

@@ -1,0 +1,1 @@
+"""Studies: a question, asked over many setups by one command, and the page of docs that it writes."""
