@@ -8,7 +8,7 @@ import typer
 
 from nearkv.errors import NearkvError
 
-from . import bench, doctor, estimate, info, replay, run, serve_sim, trace
+from . import bench, doctor, estimate, info, replay, run, serve_sim, study, trace
 from .output import fail
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command()(trace.trace)
 app.command()(estimate.estimate)
 app.command()(serve_sim.serve_sim)
 app.add_typer(bench.app)
+app.add_typer(study.app)
 
 
 def main() -> None:
