@@ -49,7 +49,13 @@ RESULTS = [
     result("controller.unloaded.latency_ns", 42.5, part="hbm3_6400", part_ns=31.25),
     *(
         result(
-            f"shares.{client}", rate, part="ddr5_6400", fabric_share=2, host_alone=0.5, guaranteed=guaranteed
+            f"shares.{client}",
+            rate,
+            part="ddr5_6400",
+            placement="controller",
+            fabric_share=2,
+            host_alone=0.5,
+            guaranteed=guaranteed,
         )
         for client, rate, guaranteed in (("host", 0.13, 0.115), ("attention", 0.79, 0.8))
     ),
@@ -70,7 +76,7 @@ RESULTS = [
         "| `ddr5_6400` | `controller` | 31 | 107 | 300 |",
         "| `hbm3_6400` | one line after the other | 90.0% | 90.9% | 99.0% |",
         "| `hbm3_6400` | one read of a closed bank | 42.5 ns | 31.2 ns |  |",
-        "| `ddr5_6400` | 2/16 | 50.0% | 13.0% | 11.5% | 79.0% | 80.0% |",
+        "| `ddr5_6400` | `controller` | 2/16 | 50.0% | 13.0% | 11.5% | 79.0% | 80.0% |",
         "| 188 | 88.0% | 87.7% |",
         "| `controller` | 5,000 | 1.00 | 6,400 |",
         "| `host` | 20,000 | 4.00 | 1,000,000 |",

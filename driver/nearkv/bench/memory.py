@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -113,11 +114,12 @@ def plan(options: Options) -> list[Step]:
             if narrow:
                 steps.append(Step(title, {**place, **NARROW, "channels": 2}, narrow))
     if options.wants("shares"):
-        for part in options.parts:
-            for share in SHARES:
-                title = f"{part.name.lower()} {share}/16 for the host"
-                overrides = {"dram": part, "fabric_share": share, **NARROW, "channels": 2}
-                steps.append(Step(title, overrides, [with_host]))
+        near = [placement for placement in options.placements if placement is not Placement.HOST]
+        for part, placement, share in product(options.parts, near, SHARES):
+            ranks = 2 if placement is Placement.RANK else 1
+            title = f"{part.name.lower()} {placement.name.lower()} {share}/16 for the host"
+            place = {"dram": part, "placement": placement, "ranks": ranks, "fabric_share": share}
+            steps.append(Step(title, {**place, **NARROW, "channels": 2}, [with_host]))
     if options.wants("placements"):
         part = options.parts[0]
         for placement in Placement:

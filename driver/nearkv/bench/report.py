@@ -137,8 +137,8 @@ def _traffic(results: Results) -> str:
 
 
 def _shares(results: Results) -> str:
-    def cells(part: str, share: int) -> Iterable[str]:
-        of_it = {"part": part, "fabric_share": share}
+    def cells(part: str, placement: str, share: int) -> Iterable[str]:
+        of_it = {"part": part, "placement": placement, "fabric_share": share}
         (alone,) = {r["config"]["host_alone"] for r in results if _is(r, "memory.shares.host", of_it)}
         yield f"{alone:.1%}"
         for client in ("host", "attention"):
@@ -147,14 +147,17 @@ def _shares(results: Results) -> str:
             yield f"{found['config']['guaranteed']:.1%}"
 
     devices = dict.fromkeys(
-        (r["config"]["part"], r["config"]["fabric_share"])
+        (r["config"]["part"], r["config"]["placement"], r["config"]["fabric_share"])
         for r in results
         if r["name"].startswith("memory.shares.")
     )
     return _table(
         "Random reads of the host beside attention, of the channels' peak",
-        ["part", "host's share", "host alone", "host", "its own", "attention", "its own"],
-        [[f"`{part}`", f"{share}/16", *cells(part, share)] for part, share in devices],
+        ["part", "placement", "host's share", "host alone", "host", "its own", "attention", "its own"],
+        [
+            [f"`{part}`", f"`{placement}`", f"{share}/16", *cells(part, placement, share)]
+            for part, placement, share in devices
+        ],
     )
 
 
