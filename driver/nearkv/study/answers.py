@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nearkv_hw.abi.config import Placement
+
 from . import near, tables
 from .maps import Grid, grid
 from .near import ELEMENTS, EQUAL, FORMATS, LINE, UNITS, Units
@@ -48,12 +50,15 @@ class Study:
             f"{near_line} places where units win, `rank` wins {line.count('rank')} alone. It has twice the "
             "memory's rate, for twice the multipliers."
         )
+        beside = tables.BESIDE
+        fabric = 1 - beside[Placement.FABRIC].units / beside[Placement.CONTROLLER].units
         spread = 100 * max(at.spread for cells in self.maps.values() for at in cells.values())
         yield (
             "**At the channel as well**, if multipliers are what costs: with as many of them everywhere "
             f"`rank` wins {equal.count('rank')} of {near_equal} places alone and ties with the channel's in "
             f"{equal.count('rank = channel')}, for rows are read again for queries that units do not keep. "
-            f"`phy`, `controller` and `fabric` never differ by more than {spread:.1g} % of a step."
+            f"`phy`, `controller` and `fabric` never differ by more than {spread:.1g} % of a step; of memory "
+            f"that the host reads as well, units get {fabric:.0%} less at `fabric` than at `controller`."
         )
         borders = [row for row in self.tables["contexts"].rows if row["model"] == f"`{near.BASE}`"]
         names, of_rank, of_controller = (
@@ -117,6 +122,7 @@ _MAKERS = (
     tables.batches,
     tables.bounds,
     tables.rates,
+    tables.traffic,
 )
 STEPS = len(UNITS) * len(FORMATS) + len(_MAKERS) + len(tables.CHANGES)
 """How often `ask` tells what it begins."""

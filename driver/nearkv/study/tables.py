@@ -374,6 +374,57 @@ def rates() -> Table:
     )
 
 
+# beside the host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What host and units get of the memory when both want more than there is; lines per cycle and slice.
+
+    Parameters
+    ----------
+    host_alone : of the host's reads, lines anywhere, without units.
+    host, units : of both at once.
+    """
+
+    host_alone: float
+    host: float
+    units: float
+
+
+BESIDE: dict[Placement, Beside] = {
+    Placement.PHY: Beside(host_alone=0.475, host=0.271, units=0.472),
+    Placement.CONTROLLER: Beside(host_alone=0.475, host=0.273, units=0.471),
+    Placement.FABRIC: Beside(host_alone=0.475, host=0.320, units=0.392),
+}
+"""Measured on the RTL: two channels of DDR5-6400, half the time for each, as
+`nearkv bench memory --case shares --part ddr5_6400 --placement rank` (and so on) prints it."""
+
+
+def traffic() -> Table:
+    """What is left of units and host beside each other."""
+    config = reference().config
+    best = ceiling(PARTS[config.dram], config.density_gbit, config.refresh)
+    rows = [
+        {
+            "placement": f"`{placement.name.lower()}`",
+            "units": f"{found.units / best:.0%}",
+            "host": f"{found.host / found.host_alone:.0%}",
+        }
+        for placement, found in BESIDE.items()
+    ]
+    return Table(
+        name="traffic",
+        title="Beside as many random reads of the host as the link carries, measured on the RTL",
+        columns={
+            "placement": "placement",
+            "units": "units, of what refresh leaves",
+            "host": "host, of what it gets alone",
+        },
+        rows=rows,
+    )
+
+
 # what if
 
 
