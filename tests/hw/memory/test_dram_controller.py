@@ -157,7 +157,9 @@ async def mixed_streams_lose_what_turning_costs(dut):
     )
     assert abs(reads - 2 * writes) < 100
     assert writes >= 15 * turns
-    assert needed >= 0.95 * bench.ceiling * frames
+    # a set that is refreshed holds up the stream that is in it
+    least = 0.95 if bench.refresh is Refresh.ALL_BANK else 0.93
+    assert needed >= least * bench.ceiling * frames
 
 
 @cocotb.test()

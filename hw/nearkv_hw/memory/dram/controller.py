@@ -327,7 +327,7 @@ class DramController(wiring.Component):
             drain.own_reads.eq((fabric_reads != 0) | door.fabric_reads),
             drain.hazard.eq(door.unit_blocked | door.fabric_blocked),
             drain.force.eq(door.unit_blocked),
-            drain.allow.eq(~shares.favour_unit | ~shares.first_unit),
+            drain.allow.eq(~shares.holds_writes),
         ]
         for wants, held, room, most in (
             (drain.own_reads, unit_reads, unit_share, self.read_entries * 3 // 4),

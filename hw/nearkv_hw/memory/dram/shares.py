@@ -45,6 +45,8 @@ class Shares(wiring.Component):
     favour_unit : Out(1) : the unit is favoured, by what was wanted in the cycle before. A client that wants
         alone always is.
     first_unit : Out(1) : the unit's column commands come first.
+    holds_writes : Out(1) : writes of the fabric must not begin: the unit is favoured, and has had less than
+        its share, or, also where its share is nothing, not yet a command in its turn.
     """
 
     def __init__(self, *, fabric_share):
@@ -62,7 +64,7 @@ class Shares(wiring.Component):
                         "fabric_column",
                     )
                 },
-                **{name: Out(1) for name in ("favour_unit", "first_unit")},
+                **{name: Out(1) for name in ("favour_unit", "first_unit", "holds_writes")},
             }
         )
 
@@ -94,6 +96,7 @@ class Shares(wiring.Component):
                     lead.eq(Mux(unit_turn, 0, lead)),
                 ]
         m.d.sync += self.favour_unit.eq(self.unit_wants & (~self.fabric_wants | unit_turn))
+        m.d.comb += self.holds_writes.eq(self.favour_unit & (self.first_unit | (unit_turn & ~served)))
 
         owed = Signal(signed(13))  # to the unit, in sixteenths of a column command
         change = Signal(signed(6))
