@@ -21,7 +21,7 @@ STREAM_PER_BANK = {
     Dram.HBM3_6400: 0.92,
 }
 """Share of the peak that a stream has at least when sets of banks are refreshed one after the other."""
-PAGES = {Dram.DDR5_6400: 0.98, Dram.DDR5_4800: 0.98, Dram.LPDDR5X_8533: 0.93, Dram.HBM3_6400: 0.95}
+PAGES = {Dram.DDR5_6400: 0.98, Dram.DDR5_4800: 0.98, Dram.LPDDR5X_8533: 0.925, Dram.HBM3_6400: 0.95}
 """Share of the ceiling that pages at random places have at least. What is lost are pages whose banks the page
 before them holds: one in 16 (DDR5) or 8."""
 RANDOM = {Dram.DDR5_6400: 0.97, Dram.DDR5_4800: 0.97, Dram.LPDDR5X_8533: 0.87, Dram.HBM3_6400: 0.95}

@@ -11,6 +11,10 @@ from .queue import entry_layout
 
 PATIENCE_FRAMES = 64
 """How long the oldest entry lets others use the bank's row that it would close."""
+KEPT_FRAMES = 4
+"""How long a row that was hit stays open for more, where only the client that is not favoured wants another:
+as long as it takes until an access follows one that left, so that a stream does not lose its row between two.
+"""
 _FLAGS = ("preferred", "columns", "activates", "precharges")
 
 
@@ -175,7 +179,21 @@ class Selector(wiring.Component):
                 m.d.sync += waited.eq(0)
             with m.Elif(waited != PATIENCE_FRAMES):
                 m.d.sync += waited.eq(waited + 1)
+        if self.shared:
+            hit_any = hit_any | self._lately(m, hit_any)
         return hit_any, hit_favoured, missed_favoured, favour_unit, insisted, urgent, urgent_favoured
+
+    def _lately(self, m, hit_any):
+        """Banks whose open row was hit within the last `KEPT_FRAMES` frames, and some for twice as long."""
+        lately, before = Signal.like(hit_any, name="lately"), Signal.like(hit_any, name="before")
+        age = Signal(range(KEPT_FRAMES))
+        with m.If(self.collect):
+            m.d.sync += age.eq(age + 1)
+            with m.If(age == 0):
+                m.d.sync += [lately.eq(hit_any), before.eq(lately)]
+            with m.Else():
+                m.d.sync += lately.eq(lately | hit_any)
+        return lately | before
 
     def _elaborate_ready(self, m, misses, collected):
         """Entries that are ready for each command, by what their bank allows to favoured ones and others."""
