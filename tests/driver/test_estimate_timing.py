@@ -79,5 +79,6 @@ def test_the_rtl_still_takes_what_it_took(rtl_device):
             work = Workload(**measurement.workload)
             with work.fill(rtl_device) as filled:
                 filled.step()
-                cycles = step_cycles(rtl_device, filled, work)
-            assert cycles == pytest.approx(measurement.cycles, rel=0.05)
+                # a single step meets a refresh more or less, by what the device did before
+                cycles = [step_cycles(rtl_device, filled, work) for _ in range(8)]
+            assert sum(cycles) / len(cycles) == pytest.approx(measurement.cycles, rel=0.05)

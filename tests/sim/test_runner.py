@@ -66,7 +66,8 @@ def test_seed_decides_everything():
 
 
 @pytest.mark.parametrize(
-    ("drops_valid", "message"), [(True, "o: valid fell before"), (False, r"o: payload 0x0 became 0x1 before")]
+    ("drops_valid", "message"),
+    [(True, "o: valid fell before"), (False, r"o: payload (0x0 became 0x1|0x1 became 0x0) before")],
 )
 def test_broken_contract_is_seen(drops_valid, message):
     with pytest.raises(SimulationFailed, match=message):
