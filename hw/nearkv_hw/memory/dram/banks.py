@@ -79,9 +79,10 @@ class Banks(wiring.Component):
     crowded : Out(1) : if the frame of `commands` has an activate, the next one must not have one.
     read_turn, write_turn : Out(1) : the data bus is free for reads, for writes, in this frame.
     column_banks, activate_banks, precharge_banks : Out(banks) : the banks of `commands`, as bits.
-    asked : In(place).array(2), second : In(1) : with `tick`: places, and which of them is looked up.
-    look : In(place) : with `follow`: that place again; look_hit, look_closed : Out(1) : whether it is in the
-        open row of the bank, and whether the bank has none, after `commands`.
+    asked : In(place).array(2) : places, with `tick`. look : In(place), second : In(1) : with `follow`: one of
+        them again, and which one.
+    look_hit, look_closed, look_kept : Out(1) : whether that place is in the open row of its bank, and whether
+        the bank has none, after `commands`; whether its row was open before them and still is.
 
     Outputs but those of the last two lines, and `column_banks` and so on, follow from registers that change
     with `follow`.
@@ -108,6 +109,7 @@ class Banks(wiring.Component):
                 "look": In(place),
                 "look_hit": Out(1),
                 "look_closed": Out(1),
+                "look_kept": Out(1),
             }
         )
 
@@ -257,17 +259,19 @@ class Banks(wiring.Component):
             read = rows.read_port(domain="comb")
             m.d.comb += read.addr.eq(place.bank)
             found.append((self.open.bit_select(place.bank, 1), read.data == place.row))
-        was_open, was_row = Signal(), Signal()
+        were_open, were_row = Signal(2), Signal(2)
         with m.If(self.tick):
             m.d.sync += [
-                was.eq(Mux(self.second, second, first))
-                for was, first, second in zip((was_open, was_row), *found, strict=True)
+                were.eq(Cat(bits))
+                for were, bits in zip((were_open, were_row), zip(*found, strict=True), strict=True)
             ]
+        was_open, was_row = (were.bit_select(self.second, 1) for were in (were_open, were_row))
         bank, opened, still_open = self.look.bank, Signal(), Signal()
         m.d.comb += [
             opened.eq(c.activate & (c.activate_bank == bank)),
             still_open.eq(was_open & ~(c.precharge & (c.precharge_all | (c.precharge_bank == bank)))),
+            self.look_kept.eq(still_open & was_row),
             self.look_closed.eq(~still_open & ~opened),
-            self.look_hit.eq(Mux(opened, c.activate_row == self.look.row, still_open & was_row)),
+            self.look_hit.eq(Mux(opened, c.activate_row == self.look.row, self.look_kept)),
         ]
         return m

@@ -202,7 +202,8 @@ class DramController(wiring.Component):
                 *(a.eq(b) for a, b in zip(selector.entry, queue.entries, strict=True)),
                 selector.arrives.eq(queue.insert),
                 selector.arrives_bank.eq(queue.place.bank),
-                selector.arrives_hit.eq(queue.hit),
+                # what was opened just now stays open for longer than this matters
+                selector.arrives_hit.eq(banks.look_kept),
                 selector.arrives_unit.eq(queue.unit),
                 selector.crowded.eq(banks.crowded),
                 selector.collect.eq(collect),
@@ -288,11 +289,11 @@ class DramController(wiring.Component):
             door.unit_met.eq(writes.same[1]),
             banks.asked[0].eq(door.fabric_place),
             banks.asked[1].eq(door.unit_place),
-            banks.second.eq(door.takes_unit),
+            banks.second.eq(door.from_unit),
             banks.look.eq(door.place),
-            reads.insert.eq(follow & door.enters & ~door.write),
-            writes.insert.eq(follow & door.enters & door.write),
-            door.leave.eq(writes.insert),
+            reads.insert.eq(door.enters & ~door.write),  # with `follow`
+            writes.insert.eq(door.enters & door.write),
+            door.leave.eq(follow & writes.insert),
         ]
         for queue in (reads, writes):
             m.d.comb += [
@@ -346,15 +347,15 @@ class DramController(wiring.Component):
         tags_in, lines_in = tags.write_port(), lines.write_port()
         self._tags_out, self._lines_out = (memory.read_port(domain="comb") for memory in (tags, lines))
         m.d.comb += [
-            tags_in.en.eq(reads.insert),
+            tags_in.en.eq(follow & reads.insert),
             tags_in.addr.eq(reads.slot),
             tags_in.data.eq(bits_of(door.tag)),
-            lines_in.en.eq(writes.insert),
+            lines_in.en.eq(follow & writes.insert),
             lines_in.addr.eq(writes.slot),
             lines_in.data.eq(door.contents),
         ]
         written_tag = Signal(self.tag, reset_less=True)
-        m.d.sync += self.written.valid.eq(writes.insert)
+        m.d.sync += self.written.valid.eq(follow & writes.insert)
         with m.If(writes.insert):
             m.d.sync += written_tag.eq(door.tag)
         m.d.comb += self.written.payload.eq(written_tag)
@@ -421,19 +422,25 @@ class DramController(wiring.Component):
                     )
                 ),
             ]
-        refreshed = told.refresh_banks & told.refresh.replicate(count)
-        of_precharge = banks.precharge_banks & (~for_refresh).replicate(count)
-        fresh, shut = Signal(count), Signal(count)  # rows without a column command; closed for another row
-        column, was_fresh, was_shut = Signal(), Signal(), Signal()
-        m.d.comb += [
-            column.eq(follow & told.column),
-            was_fresh.eq((fresh & banks.column_banks).any()),
-            was_shut.eq((shut & banks.column_banks).any()),
-        ]
+        of_column, of_activate, of_precharge, refreshed = (
+            Signal(count, name=f"of_{n}", reset_less=True) for n in ("column", "activate", "close", "refresh")
+        )
+        counts, column = Signal(), Signal()
+        m.d.sync += [counts.eq(follow), column.eq(follow & told.column)]
         with m.If(follow):
             m.d.sync += [
-                fresh.eq((fresh & ~banks.column_banks) | banks.activate_banks),
-                shut.eq(((shut & ~banks.column_banks) | of_precharge) & ~refreshed),
+                of_column.eq(banks.column_banks),
+                of_activate.eq(banks.activate_banks),
+                of_precharge.eq(banks.precharge_banks & (~for_refresh).replicate(count)),
+                refreshed.eq(told.refresh_banks & told.refresh.replicate(count)),
+            ]
+        fresh, shut = Signal(count), Signal(count)  # rows without a column command; closed for another row
+        was_fresh, was_shut = Signal(), Signal()
+        m.d.comb += [was_fresh.eq((fresh & of_column).any()), was_shut.eq((shut & of_column).any())]
+        with m.If(counts):
+            m.d.sync += [
+                fresh.eq((fresh & ~of_column) | of_activate),
+                shut.eq(((shut & ~of_column) | of_precharge) & ~refreshed),
             ]
         m.d.sync += [
             self.row_hit.eq(column & ~was_fresh),
