@@ -40,6 +40,8 @@ class Field:
 
     def encode(self, value: int) -> int:
         """The field's bits for `value`; ValueError when it does not fit."""
+        if value >= 0 and value.bit_length() <= self.width - self.signed:  # most are, and are their bits
+            return value
         low, high = (
             (-(1 << self.width - 1), (1 << self.width - 1) - 1) if self.signed else (0, (1 << self.width) - 1)
         )
@@ -105,10 +107,7 @@ class Layout:
                 raise ValueError(
                     f"layout {self.name} has no field {name!r}; it has {', '.join(self._offsets)}"
                 )
-            field, value = self._fields[name], int(value)
-            # what every unsigned field holds needs no more than a look at its width
-            plain = not field.signed and value >= 0 and value.bit_length() <= field.width
-            record |= (value if plain else field.encode(value)) << self._offsets[name]
+            record |= self._fields[name].encode(int(value)) << self._offsets[name]
         return record
 
     def pack_bytes(self, values: Mapping[str, int] | None = None, /, **more: int) -> bytes:
