@@ -6,6 +6,7 @@ bisects for where the winner changes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -175,13 +176,7 @@ def first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
     """
     if not holds(high):
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return low + bisect_left(range(low, high), True, key=holds)
 
 
 def edge(holds: Callable[[float], bool], low: float, high: float) -> float | None:

@@ -281,9 +281,11 @@ def uniform(
     """
     lines = np.full(config.slices, rows * row_lines / config.slices)
     if jobs < config.slices:  # few jobs do not balance: the busiest slice has a page more than others
-        of_jobs = np.full(jobs * -(-rows // page_rows), page_rows)
-        of_jobs[-1] -= jobs * page_rows * -(-rows // page_rows) - jobs * rows
-        lines[0] = of_jobs[:: config.slices].sum() * row_lines / jobs
+        pages = jobs * -(-rows // page_rows)
+        own = -(-pages // config.slices) * page_rows
+        if pages and (pages - 1) % config.slices == 0:  # it has the last page, which may be short
+            own -= pages * page_rows - jobs * rows
+        lines[0] = own * row_lines / jobs
     return Work(
         passes=tuple(passes_of(config, group)),
         lines=lines,
