@@ -1,5 +1,7 @@
 """Balanced trees, plain and pipelined, and the steps that bring a leading one to the top."""
 
+from operator import or_
+
 from amaranth.hdl import Const, Mux, Signal
 from amaranth.utils import ceil_log2, exact_log2
 
@@ -12,6 +14,13 @@ def reduce_tree(items, operation):
     while len(items) > 1:
         items = _level(items, operation)
     return items[0]
+
+
+def one_hot_select(one_hot, values):
+    """The value whose bit is set in `one_hot`, zero if none is: AND and OR, not a chain of multiplexers."""
+    return reduce_tree(
+        [value & bit.replicate(len(value)) for value, bit in zip(values, one_hot, strict=True)], or_
+    )
 
 
 def tree_stages(count, levels):

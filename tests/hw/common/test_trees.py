@@ -6,7 +6,7 @@ import random
 import pytest
 from amaranth.hdl import Module, Signal
 from amaranth.sim import Simulator
-from nearkv_hw.common.trees import normalise_steps, pipelined_tree, reduce_tree, tree_stages
+from nearkv_hw.common.trees import normalise_steps, one_hot_select, pipelined_tree, reduce_tree, tree_stages
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 33])
@@ -16,6 +16,24 @@ def test_reduce_tree_is_balanced_and_takes_every_item_once(count):
     )
     assert items == list(range(count))
     assert depth == (count - 1).bit_length()
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_one_hot_select_takes_the_marked_one_or_zero(count):
+    m, one_hot = Module(), Signal(count)
+    values = [Signal(4, name=f"value_{i}", init=i + 3) for i in range(count)]
+    selected = Signal(4)
+    m.d.comb += selected.eq(one_hot_select(one_hot, values))
+
+    async def bench(ctx):
+        assert ctx.get(selected) == 0
+        for i in range(count):
+            ctx.set(one_hot, 1 << i)
+            assert ctx.get(selected) == i + 3
+
+    simulator = Simulator(m)
+    simulator.add_testbench(bench)
+    simulator.run()
 
 
 def test_a_tree_of_nothing_is_refused():

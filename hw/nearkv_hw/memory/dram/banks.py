@@ -96,6 +96,7 @@ class Banks(wiring.Component):
         super().__init__(
             {
                 "follow": In(1),
+                "tick": In(1),
                 "commands": In(Commands(part=part, density_gbit=density_gbit)),
                 **{name: Out(part.banks) for name in ("open", "closable")},
                 **{name: Out(part.banks) for name in ("reads", "writes", "activates", "precharges")},
@@ -103,7 +104,6 @@ class Banks(wiring.Component):
                 "crowded": Out(1),
                 "read_turn": Out(1),
                 "write_turn": Out(1),
-                "tick": In(1),
                 "asked": In(place).array(2),
                 "second": In(1),
                 "look": In(place),
@@ -117,7 +117,6 @@ class Banks(wiring.Component):
         m = Module()
         t, count, c = self.timings, self.part.banks, self.commands
         groups = self.part.bank_groups
-
         group_bits = exact_log2(groups)
         a_read, a_write = c.column & ~c.column_write, c.column & c.column_write
 

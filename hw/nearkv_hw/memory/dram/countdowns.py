@@ -62,10 +62,7 @@ class Countdowns(wiring.Component):
             m.d.comb += [self.over.eq(~Const(0, self.count)), self.soon.eq(~Const(0, self.count))]
             return m
         planes = [Signal(self.count, name=f"bit_{k}") for k in range(bits)]
-        running, later = (
-            Signal(self.count),
-            Signal(self.count),
-        )  # any bit of the planes, of those above the lowest
+        running, later = Signal(self.count), Signal(self.count)  # any bit of them; but for the lowest one
         m.d.comb += [self.over.eq(~running), self.soon.eq(~later)]
 
         left, borrow = [], running

@@ -5,7 +5,7 @@ from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import ceil_log2
 
-from ...common.trees import reduce_tree
+from ...common.trees import one_hot_select
 from .banks import place_layout
 
 
@@ -17,6 +17,11 @@ def entry_layout(part, density_gbit, entries):
             "slot": ceil_log2(entries),
         }
     )
+
+
+def moved(vector, stay):
+    """Bits of entries, where the entries are once one left: those in `stay` are where they were."""
+    return (vector & stay) | ((vector >> 1) & ~stay)
 
 
 class AccessQueue(wiring.Component):
@@ -91,14 +96,7 @@ class AccessQueue(wiring.Component):
             m.d.comb += [entry.place.eq(place), entry.slot.eq(slot)]
 
         stay, freed = self.stay, Signal(slot_bits)
-        m.d.comb += [
-            freed.eq(
-                reduce_tree(
-                    [s & r.replicate(slot_bits) for s, r in zip(slots, self.leave, strict=True)],
-                    lambda a, b: a | b,
-                )
-            ),
-        ]
+        m.d.comb += freed.eq(one_hot_select(self.leave, slots))
         opened = Cat(place.bank == self.activate_bank for place in places)
         matched = Cat(place.row == self.activate_row for place in places)
         shut = Cat(place.bank == self.precharge_bank for place in places)
@@ -109,21 +107,19 @@ class AccessQueue(wiring.Component):
             precharged.eq((shut | self.precharge_all.replicate(count)) & self.precharge.replicate(count)),
         ]
 
-        def moved(vector):
-            """Bits of entries, where the entries are once one left."""
-            return (vector & stay) | ((vector >> 1) & ~stay)
-
         left, here = Signal(count), Signal(count)
         m.d.comb += [
-            left.eq(moved(self.used)),
+            left.eq(moved(self.used, stay)),
             here.eq(((left << 1) | 1) & ~left & self.insert.replicate(count)),
         ]
         with m.If(self.follow):
             m.d.sync += [
                 self.used.eq(left | here),
-                self.units.eq(self._put(moved(self.units), here, self.unit)),
-                self.hits.eq(self._put(moved((self.hits | hit) & ~precharged), here, self.hit)),
-                self.closes.eq(self._put(moved((self.closes & ~activated) | precharged), here, self.closed)),
+                self.units.eq(self._put(moved(self.units, stay), here, self.unit)),
+                self.hits.eq(self._put(moved((self.hits | hit) & ~precharged, stay), here, self.hit)),
+                self.closes.eq(
+                    self._put(moved((self.closes & ~activated) | precharged, stay), here, self.closed)
+                ),
             ]
             for i in range(count):
                 with m.If(~stay[i]):
@@ -133,16 +129,9 @@ class AccessQueue(wiring.Component):
                 with m.If(here[i]):
                     m.d.sync += places[i].eq(self.place)
 
+        free = ((self.used << 1) | 1) & ~self.used  # the first one, if there is any
         m.d.comb += [
-            self.slot.eq(
-                reduce_tree(
-                    [
-                        s & r.replicate(slot_bits)
-                        for s, r in zip(slots, ((self.used << 1) | 1) & ~self.used, strict=False)
-                    ],
-                    lambda a, b: a | b,
-                )
-            ),
+            self.slot.eq(one_hot_select(free[:count], slots)),
             *(
                 same.eq((Cat(place == asked for place in places) & self.used).any())
                 for same, asked in zip(self.same, self.asked, strict=True)

@@ -4,10 +4,10 @@ from amaranth.hdl import Cat, Const, Module, Mux, Signal
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
-from ...common.trees import reduce_tree
+from ...common.trees import one_hot_select, reduce_tree
 from .aftermath import Aftermath
 from .banks import Commands, decides_ahead, place_layout
-from .queue import entry_layout
+from .queue import entry_layout, moved
 
 PATIENCE_FRAMES = 64
 """How long the oldest entry lets others use the bank's row that it would close."""
@@ -68,6 +68,7 @@ class Selector(wiring.Component):
 
     def __init__(self, *, part, density_gbit, refresh, entries, shared):
         self.part = part
+        self.ahead = decides_ahead(part)
         self.density_gbit = density_gbit
         self.refresh = refresh
         self.count = entries
@@ -108,31 +109,31 @@ class Selector(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        ahead = decides_ahead(self.part)
+        ahead = self.ahead
         misses = self.used & ~self.hits
-        collected = self._elaborate_collect(m, misses, ahead)
+        collected = self._elaborate_collect(m, misses)
         ready = self._elaborate_ready(m, misses, collected)
         flags = [Signal(self.count, name=name, reset_less=True) for name in _FLAGS]
         if ahead:
             ready = self._elaborate_aftermath(m, *ready)
         columns = ready[0]
-        preferred = columns & ~(self.units ^ self.first_unit.replicate(self.count))
+        preferred = columns & self._favoured(self.first_unit)
         if ahead:
-            preferred, *ready = (self._moved(vector) for vector in (preferred, *ready))
+            preferred, *ready = (moved(vector, self.stay) for vector in (preferred, *ready))
         with m.If(self.collect if ahead else self.flag):
             m.d.sync += [flag.eq(value) for flag, value in zip(flags, (preferred, *ready), strict=True)]
         self._elaborate_pick(m, *flags)
         return m
 
-    def _elaborate_collect(self, m, misses, ahead):
+    def _elaborate_collect(self, m, misses):
         """What entries want of each bank, and what the oldest one insists on."""
         count, banks = self.count, self.part.banks
         favour = Signal(count)
         m.d.comb += favour.eq(self._favoured(self.favour_unit))
         wanted = [Signal(banks, name=f"wanted_{i}") for i in range(count)]
-        used = self.used & ~self.leave if ahead else self.used
+        used = self.used & ~self.leave if self.ahead else self.used
         m.d.comb += [w.eq(u << e.place.bank) for w, u, e in zip(wanted, used, self.entry, strict=True)]
-        if ahead:
+        if self.ahead:
             arrives = Signal(banks)
             m.d.comb += arrives.eq(self.arrives << self.arrives_bank)
             arrives_favoured = ~(self.arrives_unit ^ self.favour_unit) if self.shared else Const(1)
@@ -201,7 +202,7 @@ class Selector(wiring.Component):
         count, banks = self.count, self.part.banks
         active, may = self.active.replicate(banks), Signal(banks)
         m.d.comb += may.eq(active | (self.prepare.replicate(banks) & ~self.others))
-        columns = self.columns if decides_ahead(self.part) else self.columns & active
+        columns = self.columns if self.ahead else self.columns & active
         go, go_other = Signal(banks), Signal(banks)
         move, move_other = Signal(banks), Signal(banks)
         m.d.comb += [
@@ -263,7 +264,7 @@ class Selector(wiring.Component):
 
     def _elaborate_pick(self, m, preferred, columns, activates, precharges):
         """The oldest of each; of columns, of those of the client that comes first."""
-        count, tick = self.count, self.tick
+        count = self.count
         if self.shared:
             pairs = zip(_oldest(preferred), _oldest(columns), strict=True)
             chosen, stays = (Mux(preferred.any(), first, second) for first, second in pairs)
@@ -278,22 +279,18 @@ class Selector(wiring.Component):
             self.column.eq(columns.any()),
             self.activate.eq(activates.any()),
             self.precharge.eq(precharges.any()),
-            self.column_place.eq(_chosen(column, [e.place.as_value() for e in self.entry])),
-            self.column_slot.eq(_chosen(column, [e.slot for e in self.entry])),
+            self.column_place.eq(one_hot_select(column, [e.place.as_value() for e in self.entry])),
+            self.column_slot.eq(one_hot_select(column, [e.slot for e in self.entry])),
             self.column_unit.eq((column & self.units).any()),
-            self.activate_bank.eq(_chosen(activate, banks)),
-            self.activate_row.eq(_chosen(activate, [e.place.row for e in self.entry])),
-            self.precharge_bank.eq(_chosen(precharge, banks)),
+            self.activate_bank.eq(one_hot_select(activate, banks)),
+            self.activate_row.eq(one_hot_select(activate, [e.place.row for e in self.entry])),
+            self.precharge_bank.eq(one_hot_select(precharge, banks)),
         ]
-        with m.If(tick):
+        with m.If(self.tick):
             m.d.sync += [self.leave.eq(column), self.stay.eq(stays)]
 
-    def _moved(self, vector):
-        """Bits of entries, where the entries are once the one in `leave` left."""
-        return (vector & self.stay) | ((vector >> 1) & ~self.stay)
-
     def _favoured(self, favour_unit):
-        """Entries of the favoured client."""
+        """Entries of the client that is favoured, or that comes first: the unit's, or all others."""
         if not self.shared:
             return ~Const(0, self.count)
         return ~(self.units ^ favour_unit.replicate(self.count))
@@ -310,10 +307,3 @@ def _oldest(flags):
     while step < count:
         reached, step = (reached | (reached << step))[:count], 2 * step
     return flags & ~(reached << 1)[:count], ~reached
-
-
-def _chosen(one, values):
-    """The value whose bit is set in `one`; zero if none is."""
-    return reduce_tree(
-        [value & bit.replicate(len(value)) for value, bit in zip(values, one, strict=True)], _or
-    )
