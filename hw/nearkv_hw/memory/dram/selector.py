@@ -166,14 +166,13 @@ class Selector(wiring.Component):
 
         # The oldest entry's patience.
         waited = Signal(range(PATIENCE_FRAMES + 1))
-        urgent, urgent_favoured = Signal(), Signal()  # the oldest entry insists; and is favoured
+        urgent_favoured = Signal()  # the oldest entry insists, and is favoured
         insisted = Signal(banks)  # its bank, if it wants another row
         insists = Signal()
         m.d.comb += insists.eq((waited == PATIENCE_FRAMES) & ~self.leave[0] & ~self.hits[0] & ~self.closes[0])
         with m.If(self.collect):
             m.d.sync += [
                 insisted.eq(wanted[0] & insists.replicate(banks)),
-                urgent.eq(insists),
                 urgent_favoured.eq(insists & favour[0]),
             ]
             with m.If(self.leave[0] | ~self.used[0]):
@@ -182,7 +181,7 @@ class Selector(wiring.Component):
                 m.d.sync += waited.eq(waited + 1)
         if self.shared:
             hit_any = hit_any | self._lately(m, hit_any)
-        return hit_any, hit_favoured, missed_favoured, favour_unit, insisted, urgent, urgent_favoured
+        return hit_any, hit_favoured, missed_favoured, favour_unit, insisted, urgent_favoured
 
     def _lately(self, m, hit_any):
         """Banks whose open row was hit within the last `KEPT_FRAMES` frames, and some for twice as long."""
@@ -198,19 +197,23 @@ class Selector(wiring.Component):
 
     def _elaborate_ready(self, m, misses, collected):
         """Entries that are ready for each command, by what their bank allows to favoured ones and others."""
-        hit_any, hit_favoured, missed_favoured, favour_unit, insisted, urgent, urgent_favoured = collected
+        hit_any, hit_favoured, missed_favoured, favour_unit, insisted, urgent_favoured = collected
         count, banks = self.count, self.part.banks
         active, may = self.active.replicate(banks), Signal(banks)
         m.d.comb += may.eq(active | (self.prepare.replicate(banks) & ~self.others))
         columns = self.columns if self.ahead else self.columns & active
-        go, go_other = Signal(banks), Signal(banks)
-        move, move_other = Signal(banks), Signal(banks)
-        m.d.comb += [
-            go.eq(columns & ~(insisted & urgent_favoured.replicate(banks))),
-            move.eq(may & (self.activates | (self.precharges & ~hit_favoured))),
-            go_other.eq(columns & ~insisted & ~missed_favoured),
-            move_other.eq(may & ~missed_favoured & (self.activates | (self.precharges & ~hit_any))),
-        ]
+        first = urgent_favoured.replicate(banks)
+        allowed = {
+            "go": columns & ~(insisted & first),
+            "go_other": columns & ~insisted & ~missed_favoured,
+            "move": may & (self.activates | (self.precharges & ~hit_favoured)),
+            "move_other": may & ~missed_favoured & (self.activates | (self.precharges & ~hit_any)),
+            # the oldest entry closes a row that its own client hits
+            "insists": (insisted & self.precharges & (~hit_favoured | first)).any() & self.active,
+        }
+        go, go_other, move, move_other, insists = (
+            self._flagged(m, name, value) for name, value in allowed.items()
+        )
         favour = self._favoured(favour_unit)
 
         def ready(vector, other, flags, name):
@@ -226,12 +229,17 @@ class Selector(wiring.Component):
 
         goes = ready(go, go_other, self.hits, "goes")
         moves = ready(move, move_other, misses, "moves")
-        insist = Signal()  # the oldest entry closes a row that its own client hits
-        allowed = Mux(urgent_favoured, self.precharges, self.precharges & ~hit_favoured)
-        m.d.comb += insist.eq(
-            urgent & self.active & misses[0] & allowed.bit_select(self.entry[0].place.bank, 1)
-        )
-        return goes, moves & self.closes, (moves | insist) & ~self.closes
+        return goes, moves & self.closes, (moves | (insists & misses[0])) & ~self.closes
+
+    def _flagged(self, m, name, value):
+        """A value of the cycle of `flag`; deciding ahead, in the cycle after it."""
+        signal = Signal.like(value, name=name)
+        if self.ahead:
+            with m.If(self.flag):
+                m.d.sync += signal.eq(value)
+        else:
+            m.d.comb += signal.eq(value)
+        return signal
 
     def _elaborate_aftermath(self, m, goes, activates, precharges):
         """What was ready a frame ahead, without what the commands since and a turn of the bus forbid."""
@@ -247,19 +255,13 @@ class Selector(wiring.Component):
             aftermath.crowded.eq(self.crowded),
             *(bank.eq(e.place.bank) for bank, e in zip(aftermath.bank, self.entry, strict=True)),
         ]
-        then = [Signal(self.count, name=f"then_{name}") for name in _FLAGS[1:]]
-        had_bus = Signal()
-        with m.If(self.flag):
-            m.d.sync += [
-                *(flag.eq(value) for flag, value in zip(then, (goes, activates, precharges), strict=True)),
-                had_bus.eq(self.active),
-            ]
+        had_bus = self._flagged(m, "had_bus", self.active)
         # a queue that just lost the bus leaves the banks to the other one
         columns, rows = self.active, self.active | ~had_bus
         return (
-            then[0] & ~aftermath.stops_column & columns.replicate(self.count),
-            then[1] & ~aftermath.stops_activate & rows.replicate(self.count),
-            then[2] & ~aftermath.stops_precharge & rows.replicate(self.count),
+            goes & ~aftermath.stops_column & columns.replicate(self.count),
+            activates & ~aftermath.stops_activate & rows.replicate(self.count),
+            precharges & ~aftermath.stops_precharge & rows.replicate(self.count),
         )
 
     def _elaborate_pick(self, m, preferred, columns, activates, precharges):
