@@ -1,9 +1,9 @@
 """Slots for answers: given out and emptied in order, filled in any order."""
 
 from functools import reduce
-from operator import or_
+from operator import xor
 
-from amaranth.hdl import Module, Mux, Shape, Signal
+from amaranth.hdl import Cat, Module, Mux, Shape, Signal
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import ceil_log2
@@ -53,49 +53,61 @@ class Reorder(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         bits = ceil_log2(self.depth)
-        m.submodules.store = store = memory.Memory(
-            shape=Shape.cast(self.shape).width, depth=self.depth, init=[]
-        )
-        write = store.write_port()
-        head, tail = Signal(bits), Signal(bits)
-        used, room = Signal(bits + 1), Signal(init=1)
-        filled, now_filled = Signal(self.depth), Signal(self.depth)
-        valid, pop, leaves = Signal(), Signal(), Signal()
-        slot = Signal(bits, reset_less=True)
-
-        fills = [(self.arrive, self.arrive_slot), *((mark.valid, mark.slot) for mark in self.marks)]
-        set_mask = reduce(or_, (Mux(en, 1 << at, 0) for en, at in fills))
-        if self.latency_cycles == 1:
-            read, readable = store.read_port(domain="comb"), now_filled
-            m.d.comb += read.addr.eq(slot)
-        else:
-            read, readable = store.read_port(), filled
-            m.d.comb += [read.addr.eq(head), read.en.eq(pop)]
-        m.d.comb += [
-            self.room.eq(room),
-            self.slot.eq(tail),
-            write.en.eq(self.arrive),
-            write.addr.eq(self.arrive_slot),
-            write.data.eq(self.arrived),
-            now_filled.eq(filled | set_mask),
-            pop.eq(readable.bit_select(head, 1) & (~valid | self.o.ready)),
-            leaves.eq(valid & self.o.ready),
-            self.o.valid.eq(valid),
-            self.o.payload.data.eq(read.data),
-            self.o.payload.slot.eq(slot),
-        ]
-        m.d.sync += filled.eq(now_filled & ~Mux(pop, 1 << head, 0))
+        head, tail = Signal(bits + 1), Signal(bits)  # above the head's bits: its lap, even or odd
+        used, room = Signal(range(self.depth + 1)), Signal(init=1)
+        leaves = self.o.valid & self.o.ready
+        m.d.comb += [self.room.eq(room), self.slot.eq(tail)]
         with m.If(self.take):
             m.d.sync += tail.eq(tail + 1)
-        with m.If(pop):
-            m.d.sync += [head.eq(head + 1), valid.eq(1), slot.eq(head)]
-        with m.Elif(self.o.ready):
-            m.d.sync += valid.eq(0)
         with m.If(self.take & ~leaves):
             m.d.sync += [used.eq(used + 1), room.eq(used != self.depth - 1)]
         with m.Elif(leaves & ~self.take):
             m.d.sync += [used.eq(used - 1), room.eq(1)]
+
+        # A slot's bit turns over when it is filled; so it is the lap's until then, and the other one after.
+        fills = [(self.arrive, self.arrive_slot), *((mark.valid, mark.slot) for mark in self.marks)]
+        turned = Signal(self.depth)
+        m.d.sync += turned.eq(reduce(xor, (Mux(valid, 1 << slot, 0) for valid, slot in fills), turned))
+
+        def filled_next(place):
+            """Whether the slot at `place` is filled in the next cycle."""
+            slot, lap = place[:bits], place[bits]
+            now = Cat(valid & (filled_slot == slot) for valid, filled_slot in fills).any()
+            return (turned.bit_select(slot, 1) ^ lap) | now
+
+        filled, pop, after = Signal(), Signal(), Signal.like(head)  # of the slot at the head
+        m.d.comb += after.eq(head + 1)
+        m.d.sync += filled.eq(Mux(pop, filled_next(after), filled_next(head)))
+        with m.If(pop):
+            m.d.sync += head.eq(after)
+
+        m.submodules.store = store = memory.Memory(
+            shape=Shape.cast(self.shape).width, depth=self.depth, init=[]
+        )
+        write = store.write_port()
+        m.d.comb += [
+            write.en.eq(self.arrive),
+            write.addr.eq(self.arrive_slot),
+            write.data.eq(self.arrived),
+        ]
+        self._elaborate_offer(m, store, head[:bits], filled, pop)
         return m
+
+    def _elaborate_offer(self, m, store, head, filled, pop):
+        """Contents leave a memory that is read with a clock edge."""
+        read, valid, slot = store.read_port(), Signal(), Signal.like(head, reset_less=True)
+        m.d.comb += [
+            pop.eq(filled & (~valid | self.o.ready)),
+            read.addr.eq(head),
+            read.en.eq(pop),
+            self.o.valid.eq(valid),
+            self.o.payload.data.eq(read.data),
+            self.o.payload.slot.eq(slot),
+        ]
+        with m.If(pop):
+            m.d.sync += [valid.eq(1), slot.eq(head)]
+        with m.Elif(self.o.ready):
+            m.d.sync += valid.eq(0)
 
 
 class SmallReorder(Reorder):
@@ -105,3 +117,13 @@ class SmallReorder(Reorder):
     """
 
     latency_cycles = 1
+
+    def _elaborate_offer(self, m, store, head, filled, pop):
+        read = store.read_port(domain="comb")
+        m.d.comb += [
+            pop.eq(filled & self.o.ready),
+            read.addr.eq(head),
+            self.o.valid.eq(filled),
+            self.o.payload.data.eq(read.data),
+            self.o.payload.slot.eq(head),
+        ]

@@ -14,7 +14,10 @@ def unit_access(slot_bits):
 
 
 def fabric_access(slot_bits):
-    """A read or write of a line of the channel; `slot` comes back when it is done."""
+    """A read or write of a line of the channel; `slot` comes back when it is done.
+
+    A write with `partial` set leaves the bytes that are not in `enable`.
+    """
     return data.StructLayout(
         {
             "data": unsigned(LINE_BITS),
@@ -22,6 +25,7 @@ def fabric_access(slot_bits):
             "line": LINE_ADDRESS_BITS,
             "slot": slot_bits,
             "write": unsigned(1),
+            "partial": unsigned(1),
             "poison": unsigned(1),
         }
     )

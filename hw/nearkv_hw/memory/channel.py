@@ -1,6 +1,6 @@
 """A memory channel: owner check, arbitration between attention unit and fabric, the memory behind them."""
 
-from amaranth.hdl import Cat, Module, Signal
+from amaranth.hdl import Cat, Module, Signal, Value
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
@@ -32,7 +32,7 @@ EXTENT_LINES_LOG2 = EXTENT_SHIFT - LINE_SHIFT
 OUTSTANDING = 128
 """Accesses of each client that may be under way: enough to hide a row that must be closed and opened."""
 _CHECKED = 4
-"""Accesses of each client between the check and the memory; enough for one per cycle."""
+"""Accesses of each client from the check until their place is known to be free: one per cycle needs four."""
 
 
 class _Read(data.Struct):
@@ -151,6 +151,8 @@ class MemoryChannel(wiring.Component):
             m.submodules[f"turns_{n}"] = turns = RoundRobin(count=len(clients))
             stage = Signal(FabricRequest, name=f"stage_{n}", reset_less=True)
             slot = Signal(ceil_log2(OUTSTANDING), name=f"slot_{n}", reset_less=True)
+            partial = Signal(name=f"partial_{n}", reset_less=True)
+            beside = {"slot": slot, "partial": partial}
             whose = Signal(len(clients), name=f"whose_{n}")
             m.d.comb += [
                 turns.accept.eq(owners.ready & turns.grant.any()),
@@ -175,7 +177,10 @@ class MemoryChannel(wiring.Component):
                         slot.eq(client.slot),
                     ]
                 with m.If(request.valid & write):
-                    m.d.sync += [stage[name].eq(_field(asked, name)) for name in ("enable", "data")]
+                    m.d.sync += [
+                        *(stage[name].eq(_field(asked, name)) for name in ("enable", "data")),
+                        partial.eq(~Value.cast(_field(asked, "enable")).all()),
+                    ]
 
             fault = Signal(Fault, name=f"fault_{n}")
             with m.If(stage.line >= self.config.slice_lines):
@@ -189,8 +194,10 @@ class MemoryChannel(wiring.Component):
                     client.fault.eq(fault),
                     client.id.eq(stage.id),
                     client.write.eq(stage.write),
-                    client.access.slot.eq(slot),
-                    *(client.access[name].eq(stage[name]) for name in client.shape.members if name != "slot"),
+                    *(
+                        client.access[name].eq(beside[name] if name in beside else stage[name])
+                        for name in client.shape.members
+                    ),
                 ]
                 if "write" in client.shape.members:
                     counted["fabric_reads"].append(whose[k] & good & ~stage.write)
@@ -274,22 +281,29 @@ class _Client(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        m.submodules.buffer = buffer = Buffer(shape=self.shape, depth=_CHECKED)
+        m.submodules.buffer = buffer = Buffer(shape=self.shape, depth=_CHECKED, early=True)
         m.submodules.reorder = reorder = Reorder(shape=_Read, depth=OUTSTANDING, marks=len(self.marks) + 1)
         m.submodules.asked = asked = Memory(shape=_Asked, depth=OUTSTANDING, init=[])
         keep, recall = asked.write_port(), asked.read_port(domain="comb")
         wiring.connect(m, buffer.o, wiring.flipped(self.accesses))
 
         passes = self.checked & (self.fault == Fault.NONE)
-        space = Signal(range(_CHECKED + 1), init=_CHECKED)
-        left = self.accesses.valid & self.accesses.ready
-        # a refused access gives its place back when the check is over
-        m.d.sync += space.eq(space - self.take + left + (self.checked & ~passes))
+        # A place is given back when its access leaves, or is refused.
+        space, after = Signal(range(_CHECKED + 1), init=_CHECKED), Signal(range(_CHECKED + 1))
+        some, left, refused = Signal(init=1), Signal(), Signal()
+        m.d.comb += after.eq(space - self.take + left + refused)
+        m.d.sync += [
+            left.eq(self.accesses.valid & self.accesses.ready),
+            refused.eq(self.checked & ~passes),
+            space.eq(after),
+            some.eq(after != 0),
+        ]
         m.d.comb += [
-            self.room.eq((space != 0) & reorder.room),
+            self.room.eq(some & reorder.room),
             self.slot.eq(reorder.slot),
             reorder.take.eq(self.take),
             buffer.i.valid.eq(passes),
+            buffer.early.eq(self.checked),
             buffer.i.payload.eq(self.access),
             keep.en.eq(self.checked),
             keep.addr.eq(self.access.slot),

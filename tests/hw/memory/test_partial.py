@@ -36,7 +36,8 @@ def test_agrees_with_a_dictionary():
             ctx.set(dut.i.valid, offers)
             if offers:
                 held = sent[0]
-                ctx.set(dut.i.payload, {**held, "slot": len(sent) % 64})
+                partial = held["enable"] != ALL
+                ctx.set(dut.i.payload, {**held, "partial": partial, "slot": len(sent) % 64})
             ready = rng.random() < 0.7
             ctx.set(dut.o.ready, ready)
             answers = waiting is not None and rng.random() < 0.3

@@ -92,12 +92,15 @@ class Door(wiring.Component):
         head = data.StructLayout({"line": self.place.shape().size, "tag": tag, "write": 1})
         m.submodules.unit_buffer = unit = Buffer(shape=self.unit.payload.shape(), depth=self.unit_waiting)
         m.submodules.fabric_buffer = fabric = Buffer(shape=head, depth=_FABRIC_WAITING)
-        m.submodules.contents_buffer = contents = Buffer(shape=CONTENTS_BITS, depth=_CONTENTS_WAITING)
+        m.submodules.contents_buffer = contents = Buffer(
+            shape=CONTENTS_BITS, depth=_CONTENTS_WAITING, early=True
+        )
         wiring.connect(m, wiring.flipped(self.unit), unit.i)
         asked = self.fabric.payload
         m.d.comb += [
             fabric.i.valid.eq(self.fabric.valid & contents.i.ready),
             contents.i.valid.eq(self.fabric.valid & fabric.i.ready & asked.write),
+            contents.early.eq(self.fabric.valid & asked.write),
             self.fabric.ready.eq(fabric.i.ready & contents.i.ready),
             *(fabric.i.payload[name].eq(asked[name]) for name in head.members),
             contents.i.payload.eq(Cat(asked.data, asked.check, asked.poison)),

@@ -59,7 +59,7 @@ class PartialWrites(wiring.Component):
         reads, waits, writes = Signal(), Signal(), Signal()
         mask = Cat(asked.enable[i].replicate(8) for i in range(LINE_BYTES))
         m.d.comb += [
-            reads.eq(asked.write & ~asked.enable.all() & ~writes),
+            reads.eq(asked.write & asked.partial & ~writes),
             self.o.valid.eq(self.i.valid & ~waits),
             self.i.ready.eq(self.o.ready & ~waits & ~reads),
             out.line.eq(asked.line),

@@ -32,9 +32,9 @@ class Selector(wiring.Component):
     for.
 
     Choosing takes three steps, so that none is long: collect what the entries want of each bank, flag those
-    that are ready, pick the oldest. Where a frame is too short for that (`decides_ahead`), entries are
-    flagged a frame ahead, and those that the commands of the frame between forbid are taken off before the
-    oldest is picked; for that the queue is asked in the very cycle in which it changes.
+    that are ready, pick the oldest. Where a frame is too short for that (`decides_ahead`), what each bank
+    allows is settled a frame ahead; entries are flagged by it as the next frame begins, without those that
+    the commands of the frame between forbid, and the queue is asked in the very cycle in which it changes.
 
     Parameters
     ----------
