@@ -41,6 +41,10 @@ PIPELINE_CYCLES = 41
 POLL_CYCLES = 33
 """What the host sees a batch take longer: its doorbell's way in, and the poll that meets the record.
 Calibrated."""
+HOST_PATH_CYCLES = 10
+"""A host's read outside the memory: endpoint, fabric, owner check and order, there and back."""
+CONTROLLER_CYCLES = 5
+"""A read in the controller, outside its frames: its way in, and the error correction's check."""
 CROSSBAR_CYCLES = 4
 """What a unit's read takes longer where units stand behind the crossbar, there and back."""
 WRITES_PER_TURN = 10
@@ -222,6 +226,21 @@ def read_cycles(config: DeviceConfig) -> int:
     if part is None:
         return config.memory_latency_cycles
     return part.frames(config.density_gbit, config.refresh).read_cycles
+
+
+def host_read_cycles(config: DeviceConfig) -> int:
+    """Cycles from a host's read of a closed bank to its line, both at the endpoint, on an idle device.
+
+    The most that they are: a read that meets its frame well is quicker by up to a frame. Units do not stand
+    at ranks.
+    """
+    part = PARTS.get(config.dram)
+    if part is None:
+        return HOST_PATH_CYCLES + config.memory_latency_cycles
+    frames = part.frames(config.density_gbit, config.refresh)
+    entering = 3 if part.subchannels == 2 else 2  # frames until the activate
+    opening = (entering + frames.activate_to_column) * part.subchannels
+    return HOST_PATH_CYCLES + CONTROLLER_CYCLES + opening + frames.read_cycles
 
 
 def link_cycles(config: DeviceConfig, *, reads: int = 0, writes: int = 0) -> int:

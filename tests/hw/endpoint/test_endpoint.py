@@ -1,14 +1,16 @@
 # amaranth: UnusedElaboratable=no
-"""How many ports the endpoint has, and how much may be under way at each."""
+"""How many ports the endpoint has, how much may be under way at each, and how long a read takes behind it."""
 
 from fractions import Fraction
 
 import pytest
+from memory_system import MemorySystem
 from nearkv_hw.abi import configure
 from nearkv_hw.abi.config import Link
 from nearkv_hw.abi.dram import PARTS, Dram
 from nearkv_hw.abi.link import lines_per_cycle
 from nearkv_hw.endpoint.endpoint import Endpoint
+from nearkv_sim.model import timing
 
 
 def test_parameters_are_checked():
@@ -40,3 +42,9 @@ def test_a_refresh_leaves_the_link_full(link, dram):
     under_way = endpoint.ports * endpoint.outstanding
     assert under_way >= lines_per_cycle(link, config.clock_mhz) * (pause_cycles + 60)
     assert under_way > Endpoint(config=configure(dram=Dram.FIXED, link=link)).outstanding
+
+
+@pytest.mark.parametrize("dram", Dram)
+def test_a_read_takes_what_the_timing_model_says(dram):
+    config = configure("small", dram=dram)
+    assert timing.host_read_cycles(config) == MemorySystem(config=config).read_cycles
