@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from nearkv_hw.abi import LINE_BYTES, DeviceConfig
+from nearkv_hw.abi.config import Placement
 from nearkv_hw.abi.window import (
     CHANNEL_COUNTERS,
     CHANNEL_COUNTERS_LINE,
@@ -186,12 +187,13 @@ def read_stats(port: Port, config: DeviceConfig, totals: AttentionTotals) -> Sta
     )
     lines_taken = sum(channel["unit_lines"] for channel in channels)
     fabric_lines = sum(channel["fabric_reads"] + channel["fabric_writes"] for channel in channels)
+    own_lines = 0 if config.placement is Placement.FABRIC else lines_taken
     return Stats(
         cycles=device["cycles"],
         jobs=device["jobs"],
         errors=device["errors"],
         lines=lines_taken,
-        dram_bytes=(lines_taken + fabric_lines) * LINE_BYTES,
+        dram_bytes=(own_lines + fabric_lines) * LINE_BYTES,
         link_bytes=link_bytes,
         link_reads=device["link_reads"],
         link_writes=device["link_writes"],

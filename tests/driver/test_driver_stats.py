@@ -42,6 +42,22 @@ def test_link_bytes_of_an_attention_call(model):
     assert done.link_bytes == 64 * (4 + 2 + 1 + 1 + 2 + 2 + 4 * 2 + stats_lines)
 
 
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_lines_of_units_behind_the_crossbar_are_counted_once(kernel):
+    """The fabric reads them for the units, so that they are lines of both, and read from the memory once."""
+    spent = {}
+    for placement in ("controller", "fabric"):
+        with nearkv.open("model", placement=placement, kernel=kernel) as device:
+            with device.kv_cache(layers=1, kv_heads=2, head_dim=32, dtype="fp16") as kv:
+                kv.attend(filled(kv, [context(40, 2, 32, 32, seed=1)]), layer=0, q=values(1, 4, 32, seed=1))
+            spent[placement] = device.stats()
+    own, behind = spent["controller"], spent["fabric"]
+    assert own.lines == behind.lines == 2 * 40 * 2
+    assert own.dram_bytes == behind.dram_bytes
+    reads = [sum(channel.fabric_reads for channel in one.channels) for one in (own, behind)]
+    assert reads[1] - reads[0] == own.lines
+
+
 @pytest.mark.rtl
 def test_a_channel_streams_most_cycles(rtl_device):
     """At least 80 % of a line per cycle and channel over 4,096-row jobs of head_dim 128 and 4 queries."""

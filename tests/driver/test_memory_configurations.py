@@ -56,7 +56,16 @@ def test_bits_and_host_traffic(overrides):
             with beside(traffic.port, traffic.operations) as results:
                 assert same_bits(kv.attend(handles, layer=0, q=q, scale=SCALE), wanted)
             traffic.check(results)
+            before = device.stats()
             assert same_bits(kv.attend(handles, layer=0, q=q, scale=SCALE), wanted)
+            check_lines(device.stats() - before)
+
+
+def check_lines(spent):
+    """What the controllers moved are the lines that are said to have been moved, but for writes that wait."""
+    columns = sum(memory.row_hits + memory.row_misses + memory.row_conflicts for memory in spent.memories)
+    if columns:  # without DRAM there are no rows
+        assert columns == pytest.approx(spent.dram_bytes / LINE_BYTES, rel=0.05)
 
 
 class Traffic:

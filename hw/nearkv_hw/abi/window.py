@@ -95,7 +95,7 @@ CHANNEL_COUNTERS = Layout(
     Field("unit_busy", 64, "cycles in which the unit had a page to stream or a line under way"),
     Field("unit_no_data", 64, "busy cycles without a line from memory"),
     Field("unit_wait", 64, "busy cycles in which a line waited for weights or space"),
-    Field("fabric_reads", 64, "lines read by host, walker and writer"),
+    Field("fabric_reads", 64, "lines read by host and walker, and by units behind the crossbar"),
     Field("fabric_writes", 64, "lines written"),
     Field("conflicts", 64, "cycles in which unit and fabric wanted the channel"),
     Field("partial_beats", 64, "beats of partial results drained"),

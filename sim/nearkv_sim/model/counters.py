@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi.config import Placement
 from nearkv_hw.abi.window import CHANNEL_COUNTERS, DEVICE_COUNTERS, MEMORY_COUNTERS
 
 
@@ -28,3 +29,11 @@ class Counters:
         self.memory: dict[str, npt.NDArray[np.int64]] = {
             field.name: np.zeros(config.slices, dtype=np.int64) for field in MEMORY_COUNTERS
         }
+        self._behind_crossbar = config.placement is Placement.FABRIC
+
+    def stream(self, lines: npt.NDArray[np.int64]) -> None:
+        """Count lines that the units took, [slices]; behind the crossbar the fabric reads them, too."""
+        self.channels["unit_lines"] += lines
+        self.channels["unit_busy"] += lines
+        if self._behind_crossbar:
+            self.channels["fabric_reads"] += lines

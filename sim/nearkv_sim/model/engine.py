@@ -182,8 +182,7 @@ class Engine:
         counters.device["violations"] += int(lines[~self.memory.allowed(pages, job.tenant)].sum())
         # as doubles, which hold the counts of 2^23 rows exactly
         streamed = np.bincount(self.memory.channels_of(pages), lines, config.slices).astype(np.int64)
-        counters.channels["unit_lines"] += streamed
-        counters.channels["unit_busy"] += streamed
+        counters.stream(streamed)
         for queries in passes:
             counters.channels["partial_beats"] += timing.partial_beats(config, queries, shape.value_dim)
         batch.passes[index], batch.lines[index] = len(passes), lines.sum()

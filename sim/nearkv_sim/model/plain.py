@@ -95,7 +95,7 @@ class PlainJobs:
     def __init__(self, config: DeviceConfig, memory: Memory, counters: Counters, kernel: Native) -> None:
         self._config = config
         self._memory = memory
-        self._counters = counters.channels
+        self._counters = counters
         self._kernel = kernel
         self._device = device_record(memory, config.slices)
         self._kind = lru_cache(_KINDS_KEPT)(self._kind_of)
@@ -141,9 +141,7 @@ class PlainJobs:
             self._kernel.attend(jobs[good], self._memory)
             members, results = members[good], results[good]
             result_lines, lines = result_lines[good], lines[good]
-        streamed = lines.sum(axis=0) * len(kind.passes)
-        self._counters["fabric_reads"] += reads
-        self._counters["unit_lines"] += streamed
-        self._counters["unit_busy"] += streamed
-        self._counters["partial_beats"] += len(members) * kind.partial_beats
+        self._counters.channels["fabric_reads"] += reads
+        self._counters.stream(lines.sum(axis=0) * len(kind.passes))
+        self._counters.channels["partial_beats"] += len(members) * kind.partial_beats
         return Plain(kind, members, results, result_lines, lines)
