@@ -152,6 +152,7 @@ class Jobs:
         )
         self._totals.add(completions)
         self._raise_failed(completions, template)
+        self._totals.add_products(rows * q_heads, layout.head_dim, layout.value_dim)
         lines = tenant.checked(reads[-1], plan.wanted)
         return Finished(lines.reshape(count, q_heads, -1, LINE_BYTES), completions)
 

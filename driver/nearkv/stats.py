@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from nearkv_hw.abi import LINE_BYTES, DeviceConfig
 from nearkv_hw.abi.config import Placement
+from nearkv_hw.abi.dram import PARTS
 from nearkv_hw.abi.window import (
     CHANNEL_COUNTERS,
     CHANNEL_COUNTERS_LINE,
@@ -22,6 +23,9 @@ from nearkv_hw.abi.window import (
 from nearkv_sim.port import Port, Read
 
 from .ring import Completions
+
+if TYPE_CHECKING:
+    from .estimate import Energy
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,11 @@ class Stats:
     host_lines : of these, those that the host read.
     attention_jobs, attention_passes : their jobs, one per sequence and KV head, and how often these read
         their rows; the host reads them once.
+    attention_products, attention_value_products : multiplications in the units for these calls, and of these
+        those of a weight and an element of V. Calls that failed have none.
     channels : `ChannelStats` of every slice of the memory.
     memories : `MemoryStats` of every slice.
+    config : of the device.
     """
 
     cycles: int
@@ -111,8 +118,11 @@ class Stats:
     host_lines: int
     attention_jobs: int
     attention_passes: int
+    attention_products: int
+    attention_value_products: int
     channels: tuple[ChannelStats, ...]
     memories: tuple[MemoryStats, ...]
+    config: DeviceConfig
 
     @property
     def utilisation(self) -> float:
@@ -120,11 +130,40 @@ class Stats:
         peak = self.attention_cycles * len(self.channels)
         return self.attention_lines / peak if peak else 0.0
 
+    @property
+    def energy(self) -> Energy | None:
+        """Joules of the device and its link, by part and as bands; None without DRAM (dram="fixed").
+
+        Every event counts what it counts for `nearkv.estimate.energy`; whatever power is always on counts for
+        the device cycles. Multiplications are those of this session. Rows opened are counted by devices that
+        keep rows; for a `model` device they are those that long runs of lines open.
+        """
+        from .estimate.energy import Events, bits_of_sums, energy  # late: a device opens without estimates
+
+        if self.config.dram not in PARTS:
+            return None
+        reads, writes = (
+            sum(getattr(channel, name) for channel in self.channels)
+            for name in ("fabric_reads", "fabric_writes")
+        )
+        opened = sum(memory.row_misses + memory.row_conflicts for memory in self.memories)
+        keeps_rows = opened or any(memory.row_hits for memory in self.memories)
+        events = Events(
+            line_reads=self.dram_bytes / LINE_BYTES - writes,
+            line_writes=writes,
+            link_bytes=self.link_bytes,
+            multiplies=self.attention_products,
+            sum_bits=bits_of_sums(self.attention_value_products),
+            crossbar_bytes=(reads + writes) * LINE_BYTES,
+            activates=opened if keeps_rows else None,
+        )
+        return energy(self.config, events, seconds=self.cycles / (self.config.clock_mhz * 1e6))
+
     def __sub__(self, earlier: Stats) -> Stats:
         numbers = {
             f.name: getattr(self, f.name) - getattr(earlier, f.name)
             for f in fields(self)
-            if f.name not in ("channels", "memories")
+            if f.name not in ("channels", "memories", "config")
         }
         channels = tuple(
             ChannelStats(
@@ -133,15 +172,17 @@ class Stats:
             for new, old in zip(self.channels, earlier.channels, strict=True)
         )
         memories = tuple(new - old for new, old in zip(self.memories, earlier.memories, strict=True))
-        return Stats(**numbers, channels=channels, memories=memories)
+        return Stats(**numbers, channels=channels, memories=memories, config=self.config)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, `utilisation` included."""
+        """All of it as plain values, `utilisation` and `energy` (joules) included."""
         return {
             **asdict(self),
             "channels": [asdict(c) for c in self.channels],
             "memories": [asdict(memory) for memory in self.memories],
+            "config": self.config.to_dict(),
             "utilisation": self.utilisation,
+            "energy_j": self.energy.to_dict() if self.energy else None,
         }
 
 
@@ -154,6 +195,8 @@ class AttentionTotals:
     host_lines: int = 0
     jobs: int = 0
     passes: int = 0
+    products: int = 0
+    value_products: int = 0
 
     def add(self, completions: Completions) -> None:
         """Count a batch."""
@@ -161,6 +204,11 @@ class AttentionTotals:
         self.lines += int(completions.lines.sum(dtype=np.int64))
         self.jobs += len(completions.status)
         self.passes += int(completions.passes.sum(dtype=np.int64))
+
+    def add_products(self, scores: int, head_dim: int, value_dim: int) -> None:
+        """Count the units' multiplications for so many scores, a row's with a query each."""
+        self.products += scores * (head_dim + value_dim)
+        self.value_products += scores * value_dim
 
     def add_fetched(self, *, cycles: int, lines: int, jobs: int) -> None:
         """Count a batch whose rows the host read."""
@@ -205,10 +253,13 @@ def read_stats(port: Port, config: DeviceConfig, totals: AttentionTotals) -> Sta
         host_lines=totals.host_lines,
         attention_jobs=totals.jobs,
         attention_passes=totals.passes,
+        attention_products=totals.products,
+        attention_value_products=totals.value_products,
         channels=tuple(_picked(ChannelStats, channel) for channel in channels),
         memories=tuple(
             _picked(MemoryStats, memory | queue) for memory, queue in zip(memories, queues, strict=True)
         ),
+        config=config,
     )
 
 

@@ -1,8 +1,14 @@
 """Numbers that the device and the driver report."""
 
+from dataclasses import replace
+
 import nearkv
 import pytest
+import torch
 from driver_cases import context, filled, values
+from nearkv.estimate import AttentionLayers, Model, Setup, estimate, of
+from nearkv.estimate import device as estimated
+from nearkv_hw.abi.dram import PARTS
 
 
 def test_lines_jobs_and_passes_are_counted(device):
@@ -73,3 +79,125 @@ def test_a_channel_streams_most_cycles(rtl_device):
 def test_a_device_that_never_attended():
     with nearkv.open("model") as device:
         assert device.stats().utilisation == 0
+
+
+def test_energy_by_hand():
+    """Of two slices of LPDDR5X, four sub-channels each, in a millisecond."""
+    with nearkv.open("model", dram="lpddr5x_8533") as device:
+        one = device.stats()
+    stats = replace(
+        one,
+        cycles=1000 * one.config.clock_mhz,
+        link_bytes=6400,
+        dram_bytes=64 * 2 * (1000 + 100 + 50),
+        attention_products=1_000_000,
+        attention_value_products=400_000,
+        channels=tuple(replace(c, unit_lines=1000, fabric_reads=100, fabric_writes=50) for c in one.channels),
+        memories=tuple(replace(m, row_hits=1135, row_misses=10, row_conflicts=5) for m in one.memories),
+    )
+    parts = stats.energy.parts
+    refreshes = 8 * 1e-3 / 3906e-9
+    moved = 2200 * 2300 + 100 * 2360 + refreshes * 28_000
+    assert parts["dram"].mid == pytest.approx((moved + 2 * 15 * 900) * 1e-12)
+    assert parts["link"].mid == pytest.approx(6400 * 8 * 8e-12)
+    assert parts["arithmetic"].mid == pytest.approx((1e6 * 2 + 2 * 4e5 * 160 * 0.02) * 1e-12)
+    assert parts["on_chip"].mid == pytest.approx(300 * 64 * 8 * 0.15e-12)
+    assert parts["static"].mid == pytest.approx(1e-3 * (8 * 0.02 + 20 + 2 * 0.1))
+    assert stats.energy.total.low < stats.energy.total.mid < stats.energy.total.high
+    assert stats.to_dict()["energy_j"] == stats.energy.to_dict()
+    # a device without row counters: a row of each of four sub-channels is 32 lines, two of them a pair
+    none = replace(stats, memories=one.memories)
+    assert PARTS[one.config.dram].row_lines == 32
+    assert none.energy.parts["dram"].mid == pytest.approx((moved + 2300 / 32 * 900) * 1e-12)
+
+
+def test_energy_of_what_happened_in_between(model):
+    """Everything is counted, so that parts of the time add up to the whole."""
+    with model.kv_cache(layers=1, kv_heads=2, head_dim=32, dtype="fp16") as kv:
+        handles, q = filled(kv, [context(40, 2, 32, 32, seed=1)]), values(1, 4, 32, seed=1)
+        first = model.stats()
+        assert first.energy.parts["arithmetic"].high == 0
+        kv.attend(handles, layer=0, q=q)
+        second = model.stats()
+        kv.attend(handles, layer=0, q=q)
+        third = model.stats()
+    assert (third - first).attention_products == 2 * 40 * 4 * (32 + 32)
+    assert (third - first).attention_value_products == 2 * 40 * 4 * 32
+    for name, whole in third.energy.parts.items():
+        steps = [(third - second).energy, (second - first).energy, first.energy]
+        assert whole.mid == pytest.approx(sum(step.parts[name].mid for step in steps)), name
+
+
+def test_energy_of_a_memory_without_figures():
+    with nearkv.open("model", dram="fixed") as device:
+        assert device.stats().energy is None
+        assert device.stats().to_dict()["energy_j"] is None
+
+
+def test_energy_without_units(model):
+    """The host multiplies; the rows cross the link instead."""
+    spent = []
+    for overrides in ({}, {"placement": "host"}):
+        with nearkv.open("model", **overrides) as device:
+            with device.kv_cache(layers=1, kv_heads=2, head_dim=128, dtype="fp16") as kv:
+                handles = filled(kv, [context(400, 2, 128, 128, seed=1)])
+                before = device.stats()
+                kv.attend(handles, layer=0, q=values(1, 8, 128, seed=1))
+                spent.append((device.stats() - before).energy.parts)
+    units, host = spent
+    assert host["arithmetic"].high == 0 < units["arithmetic"].low
+    assert host["link"].mid > 10 * units["link"].mid
+
+
+def test_energy_is_that_of_the_estimate_for_the_same_work():
+    """A layer of grouped heads over 4,096 rows of eight sequences, on a card with DDR5-6400.
+
+    Multiplications are the same. The link also carries a doorbell, a poll, two looks at the clock and the
+    counters' lines; the DRAM page tables and queries on their way to the units: half a percent of the rows.
+    The estimate has time that a GPU works, so what is always on is compared as power; and of the crossbar it
+    counts what comes from the link or goes there, not what walker and results move.
+    """
+    config = estimated("card", capacity_bytes=1 << 30)
+    kind = AttentionLayers(count=1, q_heads=16, kv_heads=4, head_dim=128, value_dim=128)
+    layer = Model(name="layer", source="", hidden=64, attention=(kind,), embedding=0, tied=True, dense=1000)
+    answer = of(estimate(Setup(model=layer, context=4096, batch=8, config=config)), "gpu+controller")
+    fields = {name: value for name, value in config.to_dict().items() if name != "name"}
+    with nearkv.open("model:card", **fields) as device:
+        with device.kv_cache(layers=1, kv_heads=4, head_dim=128, dtype="bf16") as kv:
+            rows = context(4096, 4, 128, 128, seed=1, dtype=torch.bfloat16)
+            handles = filled(kv, [rows] * 8)
+            q = values(8, 16, 128, seed=1, dtype=torch.bfloat16)
+            kv.attend(handles, layer=0, q=q, out_dtype=torch.bfloat16)
+            before = device.stats()
+            kv.attend(handles, layer=0, q=q, out_dtype=torch.bfloat16)
+            spent = device.stats() - before
+    stats_lines = 1 + 3 * config.slices
+    assert spent.link_bytes == answer.link_bytes + 64 * (4 + stats_lines)
+    found, said = spent.energy.parts, answer.energy
+    assert found["arithmetic"] == said["arithmetic"]
+    for level in ("low", "mid", "high"):
+        ours, theirs = ({n: getattr(band, level) for n, band in parts.items()} for parts in (found, said))
+        assert ours["link"] / theirs["link"] == pytest.approx(spent.link_bytes / answer.link_bytes)
+        assert 1 <= ours["dram"] / theirs["dram"] < 1.005
+        seconds = spent.cycles / (config.clock_mhz * 1e6)
+        assert ours["static"] / seconds == pytest.approx(theirs["static"] / answer.step_s)
+        assert theirs["on_chip"] < ours["on_chip"] < 4 * theirs["on_chip"]
+
+
+@pytest.mark.rtl
+def test_energy_of_rtl_and_model(rtl_device, model):
+    """The same work; the RTL is polled more often, keeps tables on chip, and has cycles of its own."""
+    spent = []
+    for device in (rtl_device, model):
+        with device.kv_cache(layers=1, kv_heads=2, head_dim=128, dtype="fp16") as kv:
+            handles, q = filled(kv, [context(1000, 2, 128, 128, seed=1)]), values(1, 8, 128, seed=2)
+            kv.attend(handles, layer=0, q=q)
+            before = device.stats()
+            kv.attend(handles, layer=0, q=q)
+            spent.append(device.stats() - before)
+    rtl, software = (one.energy.parts for one in spent)
+    assert any(memory.row_misses for memory in spent[0].memories)
+    assert rtl["arithmetic"] == software["arithmetic"]
+    assert rtl["link"].mid > software["link"].mid
+    for name, within in (("dram", 0.02), ("on_chip", 0.1), ("static", 0.1)):
+        assert rtl[name].mid == pytest.approx(software[name].mid, rel=within), name

@@ -48,10 +48,14 @@ def test_the_command_reports_what_it_did(tmp_path):
     report = json.loads(result.stdout)
     expected = {
         "text", "tokens_per_s", "tokens_per_s_checked", "calls", "calls_equal", "device_cycles", "lines",
-        "link_bytes", "kv_bytes",
+        "link_bytes", "kv_bytes", "energy_j",
     }  # fmt: skip
     assert expected <= set(report)
     assert report["calls"] == report["calls_equal"] == 30
+    parts = dict(report["energy_j"])
+    total = parts.pop("total")
+    assert 0 < total["low"] < total["mid"] < total["high"]
+    assert total["mid"] == pytest.approx(sum(part["mid"] for part in parts.values()))
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

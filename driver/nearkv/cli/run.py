@@ -155,6 +155,31 @@ def _rows(report: Report, open_s: float) -> list[tuple[str, Any]]:
             ("utilisation", f"{report.utilisation:.1%} of one line per cycle and channel, during attention"),
             ("bytes over the link", f"{report.link_bytes:,}"),
             ("shipping the KV instead", f"{report.kv_bytes:,} ({saved:.1f} times as much)"),
+            *_energy_rows(report),
             ("opening the device", f"{open_s:.1f} s"),
         ]
     return rows
+
+
+def _energy_rows(report: Report) -> list[tuple[str, str]]:
+    """What the device took, in total and by part, as bands."""
+    if not report.energy_j:
+        return []
+    total = report.energy_j["total"]
+    parts = ", ".join(f"{title} {_mj(report.energy_j[name])}" for name, title in _PARTS.items())
+    return [("energy, device and link", f"{total['mid'] * 1e3:.3g} mJ ({_mj(total)}): {parts}")]
+
+
+_PARTS = {
+    "dram": "DRAM",
+    "link": "link",
+    "arithmetic": "units",
+    "on_chip": "crossbar",
+    "static": "always on",
+}
+"""What the parts of `nearkv.estimate.Energy` are for people."""
+
+
+def _mj(band: dict[str, float]) -> str:
+    """A band of joules in millijoules."""
+    return f"{band['low'] * 1e3:.3g} to {band['high'] * 1e3:.3g}"

@@ -163,6 +163,7 @@ class Events:
     multiplies : of the attention units.
     sum_bits : read and written of the units' sums.
     crossbar_bytes : across the devices.
+    activates : rows opened; as many as long runs of lines open if not given.
     """
 
     line_reads: float = 0.0
@@ -171,6 +172,7 @@ class Events:
     multiplies: float = 0.0
     sum_bits: float = 0.0
     crossbar_bytes: float = 0.0
+    activates: float | None = None
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,9 @@ def energy(
     pico = 1e-12
     subchannels = devices * config.slices * part.subchannels
     refreshes = seconds / float(part.ns("REFI") * 10**-9) * subchannels if seconds else 0.0
-    opened = (events.line_reads + events.line_writes) * 2 * part.subchannels / timing.pair_lines(part)
+    opened = events.activates
+    if opened is None:
+        opened = (events.line_reads + events.line_writes) * 2 * part.subchannels / timing.pair_lines(part)
     dram = (
         figures.activate.band * (opened * pico)
         + figures.read.band * (events.line_reads * pico)
@@ -241,6 +245,11 @@ def energy(
             + UNIT_LEAKAGE_W.band * (devices * config.units * seconds),
         }
     )
+
+
+def bits_of_sums(value_products: float) -> float:
+    """Bits of sums that units read and write for so many products of a weight and an element of V."""
+    return 2 * value_products * SUM_BITS
 
 
 def gpu_energy(gpu: Gpu, *, count: int, busy_s: float, total_s: float) -> Band:

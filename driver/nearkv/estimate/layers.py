@@ -16,7 +16,7 @@ from nearkv_hw.abi.link import RATES
 from nearkv_hw.abi.memory import ResultLayout
 from nearkv_sim.model import timing
 
-from .energy import SUM_BITS
+from .energy import bits_of_sums
 from .models import AttentionLayers
 from .setup import Setup
 
@@ -145,7 +145,7 @@ def on_devices(setup: Setup, kind: AttentionLayers, rows: float, batch: int, *, 
         lines=jobs * rows * row_lines * passes,
         writes=heads * layout.lines,
         multiplies=products,
-        sum_bits=2 * batch * rows * kind.q_heads * kind.value_dim * SUM_BITS,
+        sum_bits=bits_of_sums(batch * rows * kind.q_heads * kind.value_dim),
     )
 
 

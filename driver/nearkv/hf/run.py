@@ -28,6 +28,8 @@ class Report:
 
     `kv_bytes` is what a device without compute would have sent for the same calls: every row's K and V in
     whole lines. `link_bytes` is what this one moved, both directions, new rows and polling included.
+    `energy_j` is `Stats.energy`, in joules: low, mid and high of each part and in total; empty where a device
+    has none.
     """
 
     model: str
@@ -44,6 +46,7 @@ class Report:
     utilisation: float = 0.0
     link_bytes: int = 0
     kv_bytes: int = 0
+    energy_j: dict[str, dict[str, float]] = field(default_factory=dict)
     prefill_s: float = 0.0
     decode_s: float = 0.0
     check_s: float = 0.0
@@ -186,3 +189,4 @@ class _Meter:
             report.kv_bytes = self._rows.kv_bytes - self._kv_bytes
             report.device_cycles, report.lines = done.cycles, done.lines
             report.utilisation, report.link_bytes = done.utilisation, done.link_bytes
+            report.energy_j = done.energy.to_dict() if done.energy else {}
