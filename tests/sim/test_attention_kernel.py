@@ -31,5 +31,5 @@ def test_narrower_registers(level):
     kernel = load_kernel(options=[f"-march={level}"])
     memory, seed = new_memory(), seed_of_run()
     for index in range(100):
-        given = batch(memory, f"{seed}/{index}", 10)
+        given = batch(memory, f"{seed}/{index}", 10, split=index % 4 == 0)
         check_against_reference(kernel(given.work, memory), given)

@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
 
 import numpy as np
 import torch
-from nearkv.reference import decode_attention, finish, score_factor
+from nearkv.reference import Partial, State, decode_attention, finish, merge, score_factor
 from nearkv_hw.abi import LINE_BYTES, OutputForm, configure
 from nearkv_hw.abi.formats import BF16, FP16, Format
 from nearkv_hw.abi.lines import lines_of
@@ -49,7 +51,11 @@ def codes(rng: np.random.Generator, rows: int, dim: int, form: Format, regime: s
 
 @dataclass
 class Batch:
-    """Jobs of one shape over one context: what a kernel takes, and the same as arguments of the reference."""
+    """Jobs of one shape over one context: what a kernel takes, and the same as arguments of the reference.
+
+    `sinks` are those of the jobs that have any: all of them, or one part of a whole. `whole` is the row range
+    that the jobs are parts of; None where they are jobs of their own.
+    """
 
     memory: Memory
     work: list
@@ -59,22 +65,43 @@ class Batch:
     visible: torch.Tensor
     scale: float
     sinks: torch.Tensor | None
+    whole: tuple[int, int] | None
     text: str
 
-    def reference(self):
+    def reference(self) -> Partial:
         """The reference's partial, [jobs, group]."""
-        return decode_attention(
-            self.q, self.k, self.v, scale=self.scale, visible=self.visible, sinks=self.sinks, partial=True
+        if self.whole is None or self.sinks is None:
+            return self._attend(slice(None), self.visible, self.sinks)
+        sinks = [None if job.sink_line is None else self.sinks for job, _ in self.work]
+        jobs = [slice(n, n + 1) for n in range(len(sinks))]
+        return _joined(
+            [self._attend(job, self.visible[job], of_job) for job, of_job in zip(jobs, sinks, strict=True)]
         )
 
+    def reference_of_whole(self) -> Partial:
+        """The reference's partial of what the jobs are parts of, [1, group]."""
+        visible = torch.zeros_like(self.visible[:1])
+        visible[:, slice(*self.whole)] = True
+        return self._attend(slice(1), visible, self.sinks)
 
-def batch(memory: Memory, seed: str, jobs: int, most_rows: int = 140) -> Batch:
-    """A random batch; `memory` is overwritten."""
+    def _attend(self, jobs, visible, sinks) -> Partial:
+        options = {"scale": self.scale, "visible": visible, "sinks": sinks}
+        return decode_attention(self.q[jobs], self.k[jobs], self.v[jobs], **options, partial=True)
+
+
+def batch(memory: Memory, seed: str, jobs: int, most_rows: int = 140, *, split: bool = False) -> Batch:
+    """A random batch; `memory` is overwritten.
+
+    With `split` the jobs are one, cut into as many row ranges, of which some may be empty: they have the
+    same queries, give partials, and one of them has the sinks.
+    """
     draw, rng = random.Random(seed), np.random.default_rng(random.Random(seed).getrandbits(64))
     formats = [draw.choice((BF16, FP16)) for _ in range(3)]
     head_dim, value_dim = draw.choice(DIMS), draw.choice(DIMS)
     group = draw.choice((1, 2, 3, 4, 5, 8, 16))
-    rows = draw.choice((draw.randint(0, 12), draw.randint(0, 40), draw.randint(0, most_rows)))
+    rows = draw.randint(
+        0, draw.choice((12, most_rows, most_rows, most_rows) if split else (12, 40, most_rows))
+    )
     specials = draw.choice((0.0, 0.0, 0.0, 0.0005, 0.02))
     regimes = [draw.choice(REGIMES) for _ in range(3)]
     scale = draw.choice(SCALES)
@@ -84,7 +111,9 @@ def batch(memory: Memory, seed: str, jobs: int, most_rows: int = 140) -> Batch:
     sinks = None
     if draw.random() < 0.3:
         sinks = [draw.choice((*SPECIAL_SINKS, draw.getrandbits(32))) for _ in range(group)]
-    form = draw.choice((OutputForm.PARTIAL, *OutputForm))
+    form = OutputForm.PARTIAL if split else draw.choice((OutputForm.PARTIAL, *OutputForm))
+    if split:
+        q[:] = np.tile(q[:group], (jobs, 1))
     shape = Shape(head_dim, value_dim, group, formats[0].code, formats[1].code, formats[2].code, form)
     page_rows_log2 = draw.choice((2, 3, 4, 6))
 
@@ -104,15 +133,26 @@ def batch(memory: Memory, seed: str, jobs: int, most_rows: int = 140) -> Batch:
     if sinks is not None:
         _put(image, sink_line, np.array(sinks, dtype=np.uint32))
 
-    work, visible = [], torch.zeros(jobs, rows, dtype=torch.bool)
-    for index in range(jobs):
-        begin, end = 0, rows
+    def some_rows() -> tuple[int, int]:
         if draw.random() < 0.6:
-            begin, end = sorted((draw.randint(0, rows), draw.randint(0, rows)))
+            return tuple(sorted((draw.randint(0, rows), draw.randint(0, rows))))
+        return 0, rows
+
+    if split:
+        whole = begin, end = some_rows()
+        cuts = draw.sample(range(begin, end + 1), min(jobs - 1, end - begin + 1))
+        ranges = list(pairwise(sorted([begin, *cuts, *[end] * (jobs - len(cuts))])))
+        draw.shuffle(ranges)
+        with_sinks = {draw.randrange(jobs)}
+    else:
+        whole, ranges, with_sinks = None, [some_rows() for _ in range(jobs)], set(range(jobs))
+    work, visible = [], torch.zeros(jobs, rows, dtype=torch.bool)
+    for index, (begin, end) in enumerate(ranges):
         job = Job(
             tenant=0, shape=shape, factor=score_factor(scale), row_begin=begin, row_end=end,
             page_rows_log2=page_rows_log2, kv_head=0, table_line=0, result_line=0,
-            query_line=free + index * group * shape.k_lines, sink_line=None if sinks is None else sink_line,
+            query_line=free + index * group * shape.k_lines,
+            sink_line=sink_line if sinks is not None and index in with_sinks else None,
         )  # fmt: skip
         first, last = begin >> page_rows_log2, -(-end >> page_rows_log2)
         work.append((job, page_at[first : last if end > begin else first]))
@@ -130,7 +170,9 @@ def batch(memory: Memory, seed: str, jobs: int, most_rows: int = 140) -> Batch:
         visible=visible,
         scale=scale,
         sinks=None if sinks is None else torch.tensor(np.array(sinks, np.uint32).view(np.float32)),
-        text=f"seed {seed!r}: {shape}, {rows} rows, {regimes}, scale {scale}, {specials=}, {sinks=}",
+        whole=whole,
+        text=f"seed {seed!r}: {shape}, {rows} rows, {regimes}, scale {scale}, {specials=}, {sinks=}, "
+        f"ranges {ranges}, {whole=}",
     )
 
 
@@ -141,7 +183,14 @@ def new_memory(mib: int = 64) -> Memory:
 
 
 def check_against_reference(lines, given: Batch) -> None:
-    """Result lines of a batch hold what the reference says, in every bit that has a meaning."""
+    """Result lines of a batch hold what the reference says, in every bit that has a meaning.
+
+    Those of parts, merged one by one or in pairs, hold what it says of the whole.
+    """
+    if given.whole is not None:
+        parts, whole = partials_of(lines, given), given.reference_of_whole()
+        for merged in (reduce(merge, parts), _merged_in_pairs(parts[::-1])):
+            assert merged.equal(whole), given.text
     want, shape = given.reference(), given.work[0][0].shape
     data = np.stack(lines).reshape(len(lines), shape.group, -1)
     denominator = data[..., -LINE_BYTES:]
@@ -166,6 +215,45 @@ def check_against_reference(lines, given: Batch) -> None:
         got = np.where(nan[..., None], 0, got)
         assert np.array_equal(got, torch.where(alive[..., None], plane, 0)), given.text
         offset += lines_of(shape.value_dim * size) * LINE_BYTES
+
+
+def partials_of(lines, given: Batch) -> list[Partial]:
+    """Result lines of jobs that give partials as one partial each, [1, group]."""
+    shape = given.work[0][0].shape
+    found = []
+    for data in np.stack(lines).reshape(len(lines), 1, shape.group, -1):
+        planes, offset = [], 0
+        for kind, size in zip(("<i4", "<i8", "<i8", "u1"), PARTIAL_LANE_BYTES, strict=True):
+            planes.append(data[..., offset : offset + shape.value_dim * size].copy().view(kind))
+            offset += lines_of(shape.value_dim * size) * LINE_BYTES
+        last = data[..., -LINE_BYTES:]
+        top, limbs = last[..., :4].copy().view("<i4")[..., 0], last[..., 8:24].copy().view("<i8")
+        nan = last[..., DENOMINATOR.offset("flags") // 8] == 1
+        denominator = (top, limbs[..., 0], limbs[..., 1])
+        found.append(Partial.from_planes(denominator, tuple(planes[:3]), nan, planes[3]))
+    return found
+
+
+def _merged_in_pairs(parts: list[Partial]) -> Partial:
+    """Neighbours merged, then neighbours of those."""
+    while len(parts) > 1:
+        parts = [reduce(merge, parts[n : n + 2]) for n in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def _joined(partials: list[Partial]) -> Partial:
+    """Partials of some jobs as one of all."""
+
+    def states(name: str) -> State:
+        of_all = [getattr(one, name) for one in partials]
+        return State(*(torch.cat([getattr(s, plane) for s in of_all]) for plane in ("top", "high", "low")))
+
+    return Partial(
+        states("denominator"),
+        states("numerators"),
+        torch.cat([one.query_nan for one in partials]),
+        torch.cat([one.lane_flags for one in partials]),
+    )
 
 
 def meaning(lines, given: Batch):

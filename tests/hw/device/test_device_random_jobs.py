@@ -1,6 +1,7 @@
 """Random jobs of any shape, paging, range, sinks and output form, a batch at a time, against the reference.
 
-They are those of `tests/sim/model/test_model_kernels.py`, which checks the model's kernels on 5,000 of them.
+The two jobs of every fourth batch are one that was split: their partials merge to the whole, in every bit.
+The generator is that of `tests/sim/model/test_model_kernels.py`, which checks the model's kernels on 5,000.
 """
 
 import numpy as np
@@ -29,7 +30,7 @@ def test_random_jobs(open_port, rng, memory, part):
     aperture = Aperture(open_port())
     ok([aperture.claim()])
     for index in range(part, CASES, 4):
-        given = batch(memory, f"{seed}/{index}", JOBS, most_rows=ROWS)
+        given = batch(memory, f"{seed}/{index}", JOBS, most_rows=ROWS, split=index // 4 % 4 == 0)
         space = Space(rng, rng.sample(range(aperture.config.extents), 8))
         fields, results = place(aperture, space, given)
         ok(aperture.run([ATTEND.pack(one) for one in fields]))

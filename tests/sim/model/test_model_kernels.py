@@ -21,11 +21,11 @@ def native():
 
 @pytest.mark.parametrize("part", range(10))
 def test_random_jobs(native, part):
-    """In all parts, 5,000 jobs."""
+    """In all parts, 5,000 jobs; those of every fourth batch are one that was split."""
     seed = seed_of_run()
     memory = new_memory()
     for index in range(50):
-        given = batch(memory, f"{seed}/{part}/{index}", JOBS)
+        given = batch(memory, f"{seed}/{part}/{index}", JOBS, split=index % 4 == 0)
         lines = native(given.work, memory)
         check_against_reference(lines, given)
         torch_lines = attention.attend(given.work, memory)
