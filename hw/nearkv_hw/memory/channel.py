@@ -204,8 +204,8 @@ class MemoryChannel(wiring.Component):
                     counted["fabric_writes"].append(whose[k] & good & stage.write)
                 counted["violations"].append(whose[k] & (fault == Fault.DENIED))
         for name, events in counted.items():
-            counter = getattr(self, name)
-            m.d.sync += counter.eq(counter + sum(events))
+            counter, now = getattr(self, name), Signal(range(len(events) + 1), name=f"{name}_now")
+            m.d.sync += [now.eq(sum(events)), counter.eq(counter + now)]
         with m.If(self.unit.request.valid & self.fabric.request.valid):
             m.d.sync += self.conflicts.eq(self.conflicts + 1)
 
@@ -290,11 +290,13 @@ class _Client(wiring.Component):
         passes = self.checked & (self.fault == Fault.NONE)
         # A place is given back when its access leaves, or is refused.
         space, after = Signal(range(_CHECKED + 1), init=_CHECKED), Signal(range(_CHECKED + 1))
-        some, left, refused = Signal(init=1), Signal(), Signal()
-        m.d.comb += after.eq(space - self.take + left + refused)
+        some, left = Signal(init=1), Signal()
+        refused = Signal(write_answer(len(self.slot)))
+        m.d.comb += after.eq(space - self.take + left + refused.valid)
         m.d.sync += [
             left.eq(self.accesses.valid & self.accesses.ready),
-            refused.eq(self.checked & ~passes),
+            refused.valid.eq(self.checked & ~passes),
+            refused.slot.eq(self.access.slot),
             space.eq(after),
             some.eq(after != 0),
         ]
@@ -313,10 +315,8 @@ class _Client(wiring.Component):
             reorder.arrive.eq(self.arrive),
             reorder.arrive_slot.eq(self.arrive_slot),
             reorder.arrived.eq(self.arrived),
-            reorder.marks[0].valid.eq(self.checked & ~passes),
-            reorder.marks[0].slot.eq(self.access.slot),
         ]
-        for mine, theirs in zip(self.marks, list(reorder.marks)[1:], strict=True):
+        for mine, theirs in zip((refused, *self.marks), reorder.marks, strict=True):
             m.d.comb += theirs.eq(mine)
 
         answer, read = self.o.payload, reorder.o.payload

@@ -156,22 +156,22 @@ class DramController(wiring.Component):
         follow, tick = steps[0], steps[-1]
         collect, flag = (follow, tick) if decides_ahead(part) else (steps[-3], steps[-2])
 
-        # What a frame moves is told in the next one's first cycle.
-        left = Signal(data.StructLayout({"unit": 1, "reads": 1, "writes": 1}))
-        moves_unit = read_selector.column & read_selector.column_unit
-        m.d.sync += [
-            left.unit.eq(tick & moves_unit),
-            left.reads.eq(tick & read_selector.column),
-            left.writes.eq(tick & write_selector.column),
-        ]
-        self._elaborate_door(m, banks, reads, writes, drain, shares, left, steps)
-
         # The frame's commands, and from then on those of the frame before.
         commands = Commands(**size).create(path=("now",))
         told = Commands(**size).create(path=("told",))
-        for name in commands.signature.members:
-            with m.If(tick):
-                m.d.sync += getattr(told, name).eq(getattr(commands, name))
+        of_unit = Signal(reset_less=True)  # the line is the unit's
+        with m.If(tick):
+            m.d.sync += [
+                of_unit.eq(read_selector.column_unit),
+                *(getattr(told, name).eq(getattr(commands, name)) for name in commands.signature.members),
+            ]
+        left = Signal(data.StructLayout({"unit": 1, "reads": 1, "writes": 1}))  # the queues, with `follow`
+        m.d.comb += [
+            left.reads.eq(self.pins.column_valid & ~told.column_write),
+            left.writes.eq(self.pins.column_valid & told.column_write),
+            left.unit.eq(left.reads & of_unit),
+        ]
+        self._elaborate_door(m, banks, reads, writes, drain, shares, left, steps)
         wiring.connect(m, told, banks.commands)
         m.d.comb += [
             banks.follow.eq(follow),
@@ -253,12 +253,12 @@ class DramController(wiring.Component):
             ),
             commands.refresh.eq(refresher.refresh),
             commands.refresh_banks.eq(refresher.refresh_banks),
-            drain.write_column.eq(write_selector.column),
+            drain.write_column.eq(told.column & told.column_write),
             shares.unit_column.eq(left.unit),
             shares.fabric_column.eq((left.reads | left.writes) & ~left.unit),
             shares.pause.eq(refresher.busy if self.refresh is Refresh.ALL_BANK else 0),
         ]
-        self._elaborate_pins(m, told, refresher, (read_selector, write_selector), follow, tick)
+        self._elaborate_pins(m, told, of_unit, refresher, (read_selector, write_selector), follow, tick)
         self._elaborate_counters(m, told, banks, refresher, drain, follow, tick)
         return m
 
@@ -360,7 +360,7 @@ class DramController(wiring.Component):
             m.d.sync += written_tag.eq(door.tag)
         m.d.comb += self.written.payload.eq(written_tag)
 
-    def _elaborate_pins(self, m, told, refresher, selectors, follow, tick):
+    def _elaborate_pins(self, m, told, of_unit, refresher, selectors, follow, tick):
         """The part is told of the column command in the first cycle of the next frame, of others in the
         second."""
         pins, (read_selector, write_selector) = self.pins, selectors
@@ -394,9 +394,6 @@ class DramController(wiring.Component):
         # Whose line the part will show.
         shape = self.answers.payload.shape()
         m.submodules.under_way = under_way = Delay(shape=shape, cycles=self.timings.read_cycles)
-        of_unit = Signal(reset_less=True)
-        with m.If(tick):
-            m.d.sync += of_unit.eq(read_selector.column_unit)
         m.d.comb += [
             under_way.i.valid.eq(pins.column_valid & ~pins.column_write),
             under_way.i.payload.unit.eq(of_unit),

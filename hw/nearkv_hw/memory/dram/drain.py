@@ -32,7 +32,7 @@ class Drain(wiring.Component):
     force : In(1) : a read waits for a queued write, and goes before all shares.
     hazard : In(1) : a read waits for a queued write.
     allow : In(1) : the fabric may have the bus, by its share.
-    write_column : In(1) : the frame has a write.
+    write_column : In(1) : the frame before this one had a write.
     join : In(1) : writes of a sub-channel that shares this one's clients begin.
     begins : Out(1) : in the frame after the one in which the writes' turn began.
     writing : Out(1) : the bus is for writes.
