@@ -1,10 +1,12 @@
 """What `nearkv bench memory` plans, and the tables that it makes of its results."""
 
+import json
+
 import pytest
 from nearkv.bench import memory
-from nearkv.bench.report import markdown, write_into
+from nearkv.bench.report import markdown, read_results, write_into
 from nearkv.cli import app
-from nearkv.errors import NearkvError
+from nearkv.errors import ArgumentError, NearkvError
 from nearkv_hw.abi import configure
 from nearkv_hw.abi.config import Placement
 from nearkv_hw.abi.dram import PARTS, Dram
@@ -103,6 +105,29 @@ def test_a_page_keeps_what_is_around_its_tables(tmp_path):
     page.write_text("nothing")
     with pytest.raises(NearkvError, match="lacks the line"):
         write_into(page, RESULTS)
+
+
+def test_pages_can_be_measured_in_pieces(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- figures: nearkv bench memory --write docs/memory.md -->\n<!-- end of figures -->\n")
+    pieces = []
+    for n, some in enumerate((RESULTS[:5], RESULTS[5:])):
+        pieces.append(tmp_path / f"{n}.json")
+        pieces[-1].write_text(json.dumps({"results": some}))
+    done = CliRunner().invoke(app, ["bench", "tables", *map(str, pieces), "--write", str(page), "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.output)["results"] == RESULTS
+    assert markdown(RESULTS) in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"results": [1]}', '{"results": [{"name": "sim.open_s"}]}', '{"other": []}']
+)
+def test_other_files_are_refused(tmp_path, text):
+    file = tmp_path / "file.json"
+    file.write_text(text)
+    with pytest.raises(ArgumentError, match="must be what nearkv bench memory --json printed"):
+        read_results(file)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nearkv.errors import ArgumentError
 from nearkv.pages import replace_block
 
 Results = Sequence[Mapping[str, Any]]
 _COMMAND = "nearkv bench memory --write docs/memory.md"
+_MEMBERS = {"name", "value", "unit", "config"}
 _RATES = {
     "memory.batch": "32 jobs of 4,096 rows, 8 queries",
     "memory.batch256": "256 jobs of 256 rows, 8 queries",
@@ -21,6 +24,20 @@ _TRAFFIC = {
     "random": "lines anywhere",
     "mixed": "two reads for every write, each one after the other",
 }
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """What a run printed with `--json`; ArgumentError where that is not what the file holds."""
+    try:
+        results = json.loads(path.read_text())["results"]
+        ours = all(r.keys() == _MEMBERS and r["name"].startswith("memory.") for r in results)
+    except (ValueError, TypeError, LookupError, AttributeError):
+        ours = False
+    if not ours:
+        raise ArgumentError(
+            f"{path} does not hold results; it must be what nearkv bench memory --json printed"
+        )
+    return list(results)
 
 
 def write_into(page: Path, results: Results) -> None:

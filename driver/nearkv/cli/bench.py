@@ -86,7 +86,8 @@ def memory(
     """Measure how much of its DRAM's rate the device takes (memory.*), with the RTL of every part.
 
     Counted is every needed line once, from the doorbell to the last completion. A device that was never
-    built takes a minute or two, a batch of long jobs about one: all parts take half an hour the first time.
+    built takes a minute or two, a batch of long jobs some more: all of it takes hours on two cores. Measure
+    pieces with --json, and make one page of them with `nearkv bench tables`.
     """
     from nearkv_hw.abi.config import Placement
     from nearkv_hw.abi.dram import PARTS, Dram
@@ -116,6 +117,23 @@ def memory(
     if write:
         write_into(write, results)
     print_results("memory", results, as_json)
+
+
+@app.command()
+def tables(
+    results: Annotated[
+        list[Path], typer.Argument(help="What runs of `nearkv bench memory --json` printed.", exists=True)
+    ],
+    write: Annotated[Path | None, typer.Option(help="Replace the tables of this page.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make tables of memory.* results that earlier runs printed, such as one for each part."""
+    from nearkv.bench.report import read_results, write_into
+
+    found = [result for path in results for result in read_results(path)]
+    if write:
+        write_into(write, found)
+    print_results("memory", found, as_json)
 
 
 @app.command()
