@@ -1,5 +1,7 @@
 """Writer: results into lines, lines into memory, and word of it when they are there."""
 
+from itertools import combinations
+
 from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, enum, stream, wiring
 from amaranth.lib.wiring import In, Out
@@ -149,8 +151,11 @@ class Writer(wiring.Component):
         room = Signal()
         taken = Signal()
         last = Signal()
+        full = Cat(packer.full for packer in packers)
+        several = Cat(a.full & b.full for a, b in combinations(packers, 2)).any()
         m.d.comb += [
-            room.eq((phase == _Phase.LANES) & Cat(~packer.full | packer.take for packer in packers).all()),
+            # one line is taken in a cycle in which the request register is free
+            room.eq((phase == _Phase.LANES) & (~full.any() | (~several & ~self.fabric.request.valid))),
             self.codes.ready.eq(room & ~partial),
             self.partials.ready.eq(room & partial),
             taken.eq(room & Mux(partial, self.partials.valid, self.codes.valid)),
