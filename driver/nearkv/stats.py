@@ -176,13 +176,14 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, `utilisation` and `energy` (joules) included."""
+        energy = self.energy
         return {
             **asdict(self),
             "channels": [asdict(c) for c in self.channels],
             "memories": [asdict(memory) for memory in self.memories],
             "config": self.config.to_dict(),
             "utilisation": self.utilisation,
-            "energy_j": self.energy.to_dict() if self.energy else None,
+            "energy_j": energy.to_dict() if energy else None,
         }
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from nearkv.jobs import Finished, partial_of
 from nearkv.reference import Partial, State, decode_attention, finish, merge, score_factor
 from nearkv_hw.abi import LINE_BYTES, OutputForm, configure
 from nearkv_hw.abi.formats import BF16, FP16, Format
@@ -188,7 +189,10 @@ def check_against_reference(lines, given: Batch) -> None:
     Those of parts, merged one by one or in pairs, hold what it says of the whole.
     """
     if given.whole is not None:
-        parts, whole = partials_of(lines, given), given.reference_of_whole()
+        shape = given.work[0][0].shape
+        jobs = np.stack(lines).reshape(len(lines), 1, shape.group, -1, LINE_BYTES)
+        parts = [partial_of(Finished(job, completions=None), shape.value_dim) for job in jobs]
+        whole = given.reference_of_whole()
         for merged in (reduce(merge, parts), _merged_in_pairs(parts[::-1])):
             assert merged.equal(whole), given.text
     want, shape = given.reference(), given.work[0][0].shape
@@ -215,23 +219,6 @@ def check_against_reference(lines, given: Batch) -> None:
         got = np.where(nan[..., None], 0, got)
         assert np.array_equal(got, torch.where(alive[..., None], plane, 0)), given.text
         offset += lines_of(shape.value_dim * size) * LINE_BYTES
-
-
-def partials_of(lines, given: Batch) -> list[Partial]:
-    """Result lines of jobs that give partials as one partial each, [1, group]."""
-    shape = given.work[0][0].shape
-    found = []
-    for data in np.stack(lines).reshape(len(lines), 1, shape.group, -1):
-        planes, offset = [], 0
-        for kind, size in zip(("<i4", "<i8", "<i8", "u1"), PARTIAL_LANE_BYTES, strict=True):
-            planes.append(data[..., offset : offset + shape.value_dim * size].copy().view(kind))
-            offset += lines_of(shape.value_dim * size) * LINE_BYTES
-        last = data[..., -LINE_BYTES:]
-        top, limbs = last[..., :4].copy().view("<i4")[..., 0], last[..., 8:24].copy().view("<i8")
-        nan = last[..., DENOMINATOR.offset("flags") // 8] == 1
-        denominator = (top, limbs[..., 0], limbs[..., 1])
-        found.append(Partial.from_planes(denominator, tuple(planes[:3]), nan, planes[3]))
-    return found
 
 
 def _merged_in_pairs(parts: list[Partial]) -> Partial:

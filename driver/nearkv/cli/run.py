@@ -165,19 +165,11 @@ def _energy_rows(report: Report) -> list[tuple[str, str]]:
     """What the device took, in total and by part, as bands."""
     if not report.energy_j:
         return []
+    from nearkv.estimate.energy import PART_TITLES
+
     total = report.energy_j["total"]
-    parts = ", ".join(f"{title} {_mj(report.energy_j[name])}" for name, title in _PARTS.items())
+    parts = ", ".join(f"{title} {_mj(report.energy_j[name])}" for name, title in PART_TITLES.items())
     return [("energy, device and link", f"{total['mid'] * 1e3:.3g} mJ ({_mj(total)}): {parts}")]
-
-
-_PARTS = {
-    "dram": "DRAM",
-    "link": "link",
-    "arithmetic": "units",
-    "on_chip": "crossbar",
-    "static": "always on",
-}
-"""What the parts of `nearkv.estimate.Energy` are for people."""
 
 
 def _mj(band: dict[str, float]) -> str:

@@ -175,13 +175,23 @@ class Events:
     activates: float | None = None
 
 
+PART_TITLES = {
+    "dram": "DRAM",
+    "link": "link",
+    "arithmetic": "units",
+    "on_chip": "crossbar",
+    "static": "always on",
+}
+"""The parts of `Energy`, and what they are for people."""
+
+
 @dataclass(frozen=True)
 class Energy:
     """Joules by what took them.
 
     Parameters
     ----------
-    parts : dram, link, arithmetic, on_chip and static energy.
+    parts : by the names of `PART_TITLES`.
     """
 
     parts: dict[str, Band] = field(default_factory=dict)

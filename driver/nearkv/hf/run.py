@@ -189,4 +189,5 @@ class _Meter:
             report.kv_bytes = self._rows.kv_bytes - self._kv_bytes
             report.device_cycles, report.lines = done.cycles, done.lines
             report.utilisation, report.link_bytes = done.utilisation, done.link_bytes
-            report.energy_j = done.energy.to_dict() if done.energy else {}
+            energy = done.energy
+            report.energy_j = energy.to_dict() if energy else {}

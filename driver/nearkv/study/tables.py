@@ -12,6 +12,7 @@ from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES
 
 from nearkv.estimate import FORMATS as KV_FORMATS
 from nearkv.estimate import Setup, model
+from nearkv.estimate.energy import PART_TITLES
 from nearkv.estimate.layers import fetch_rate
 from nearkv.estimate.setup import LAUNCH_S
 from nearkv.estimate.systems import at_placement, gpu_room, with_spill
@@ -175,11 +176,7 @@ def energies() -> Table:
         title="Joules of a token at the reference point, middles of their bands",
         columns={
             "placement": "placement",
-            "dram": "DRAM",
-            "link": "link",
-            "arithmetic": "units",
-            "on_chip": "crossbar",
-            "static": "always on",
+            **PART_TITLES,
             "gpus": "GPUs",
             "total": "all",
             "band": "band",

@@ -125,8 +125,8 @@ class DramController(wiring.Component):
     def unloaded_cycles(self):
         """Most cycles from the transfer of a read of a closed bank to its answer, with nothing else to do."""
         # It is checked in the last cycle but one of a frame, chosen in the last one, enters in the next one,
-        # and is flagged in the last but one of that: where a frame has two cycles, in that of the next frame.
-        entering = 3 if self.part.subchannels == 2 else 2
+        # and is flagged in the last but one of that; in the next one where the controller decides ahead.
+        entering = 3 if decides_ahead(self.part) else 2
         frames = entering + self.timings.activate_to_column
         return frames * self.part.subchannels + self.timings.read_cycles + _DOOR_CYCLES
 

@@ -1,5 +1,7 @@
 """Which entries of a queue come next: one each for a column command, a precharge, and an activate."""
 
+from operator import or_
+
 from amaranth.hdl import Cat, Const, Module, Mux, Signal
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
@@ -147,7 +149,7 @@ class Selector(wiring.Component):
                 w & flag.replicate(banks) for w, flag in zip((*wanted, arrives), (*flags, flag), strict=True)
             ]
             with m.If(self.collect):
-                m.d.sync += vector.eq(reduce_tree(parts, _or))
+                m.d.sync += vector.eq(reduce_tree(parts, or_))
             return vector
 
         hit_any = collected(self.hits, self.arrives_hit, "hit_any")
@@ -160,7 +162,7 @@ class Selector(wiring.Component):
         favour_unit = Signal()  # the one that the vectors were collected for
         with m.If(self.collect):
             m.d.sync += [
-                self.wanted.eq(reduce_tree((*wanted, arrives), _or)),
+                self.wanted.eq(reduce_tree((*wanted, arrives), or_)),
                 favour_unit.eq(self.favour_unit),
             ]
 
@@ -296,10 +298,6 @@ class Selector(wiring.Component):
         if not self.shared:
             return ~Const(0, self.count)
         return ~(self.units ^ favour_unit.replicate(self.count))
-
-
-def _or(a, b):
-    return a | b
 
 
 def _oldest(flags):
