@@ -1,8 +1,10 @@
 """The order of lines: which K and V rows are read when.
 
 Rows come in blocks of at most BLOCK_ROWS of one page. K blocks run ahead of V blocks as far as the weight
-store has slots for their rows, so that weights are there when V comes. Blocks follow each other across
-pages and passes. K of a pass whose queries are still being loaded stands back while there is V.
+store has slots for their rows, so that weights are there when V comes. Once it is full, V goes on until
+V_TURN_ROWS of its slots are free: every change between K and V may be one of rows in a bank of the memory.
+Blocks follow each other across pages and passes. K of a pass whose queries are still being loaded stands back
+while there is V.
 """
 
 from amaranth.hdl import Module, Mux, Signal
@@ -18,6 +20,8 @@ from .shape import PASSES, chosen
 BLOCK_ROWS = 16
 VALUE_BLOCKS = 16
 """V blocks that wait for their turn."""
+V_TURN_ROWS = WEIGHT_SLOTS // 2
+"""Slots that V frees before K goes on; with the other half the weight pipes have work meanwhile."""
 
 
 class LineKind(enum.Enum, shape=2):
@@ -169,7 +173,7 @@ class Streamer(wiring.Component):
         next_rows = Signal(range(BLOCK_ROWS + 1))
         k_number, v_number = Signal(range(PASSES)), Signal(range(PASSES))
         k_ready, v_ready, choose = Signal(), Signal(), Signal()
-        k_first, k_chosen = Signal(), Signal()
+        k_first, k_chosen, v_turn = Signal(), Signal(), Signal()
         k_geometry = Signal(geometry(self.shape))
         m.d.comb += [
             next_rows.eq(Mux(item.last, 0, Mux(item.rows < BLOCK_ROWS, item.rows, BLOCK_ROWS))),
@@ -182,7 +186,7 @@ class Streamer(wiring.Component):
             ),
             v_ready.eq(values.o.valid),
             k_first.eq(self.loaded.bit_select(k_number, 1)),
-            k_chosen.eq(k_ready & (k_first | ~v_ready)),
+            k_chosen.eq(k_ready & ((k_first & ~(v_turn & (slots < V_TURN_ROWS))) | ~v_ready)),
             choose.eq(~active | (step & block_end)),
             values.i.payload.end.eq(item.last),
             values.i.payload.line.eq(item.v_line),
@@ -190,7 +194,7 @@ class Streamer(wiring.Component):
             values.i.payload.page.eq(item.page),
         ]
         with m.If(choose):
-            m.d.sync += active.eq(k_ready | v_ready)
+            m.d.sync += [active.eq(k_ready | v_ready), v_turn.eq(~k_chosen)]
             with m.If(k_chosen):
                 m.d.comb += values.i.valid.eq(1)
                 with m.If(item.last):
