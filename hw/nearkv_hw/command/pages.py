@@ -39,6 +39,7 @@ class PageFeed(wiring.Component):
     units : attention units, one per slice of the memory; a power of two.
     capacity_lines : lines of the device's memory, a power of two.
     pages_ahead : pages that may wait for each unit, at least 2.
+    lines_ahead : lines of entries that the reader may have under way or waiting, at least 2.
 
     Members
     -------
@@ -53,13 +54,16 @@ class PageFeed(wiring.Component):
     and one more, and these are dropped. Whatever the table says of its length, a fault ends the walk in a
     few cycles.
 
+    Lines are asked for half of `lines_ahead` at a time: their row is another one than those that stream, and
+    several reads together keep it open no longer than one.
+
     Latency is `latency_cycles` from line to page, throughput one entry per cycle with two cycles between
     passes.
     """
 
     latency_cycles = 1 + Buffer.latency_cycles
 
-    def __init__(self, *, units, capacity_lines, pages_ahead):
+    def __init__(self, *, units, capacity_lines, pages_ahead, lines_ahead):
         for name, value in (("units", units), ("capacity_lines", capacity_lines)):
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, not {value!r}")
@@ -68,11 +72,13 @@ class PageFeed(wiring.Component):
                 f"capacity_lines must be at least {units << _EXTENT_LINES_SHIFT}, an extent per slice, "
                 f"not {capacity_lines!r}"
             )
-        if not isinstance(pages_ahead, int) or pages_ahead < 2:
-            raise ValueError(f"pages_ahead must be an integer of at least 2, not {pages_ahead!r}")
+        for name, value in (("pages_ahead", pages_ahead), ("lines_ahead", lines_ahead)):
+            if not isinstance(value, int) or value < 2:
+                raise ValueError(f"{name} must be an integer of at least 2, not {value!r}")
         self.units = units
         self.capacity_lines = capacity_lines
         self.pages_ahead = pages_ahead
+        self.lines_ahead = lines_ahead
         super().__init__(
             {
                 "i": In(stream.Signature(PageWork)),
@@ -109,12 +115,23 @@ class PageFeed(wiring.Component):
         """Asks for the lines of entries, and stops when the pass whose lines are dropped asks for more."""
         m.submodules.issue = issue = RunIssue()
         wiring.connect(m, wiring.flipped(self.runs), issue.i)
-        wiring.connect(m, issue.o, wiring.flipped(self.reads))
         ahead = Signal(_AHEAD_BITS)  # passes whose last line was asked for and has not come
-        asked = self.reads.valid & self.reads.ready & self.reads.payload.last
-        come = self.lines.valid & self.lines.ready & self.lines.payload.last
-        m.d.sync += ahead.eq(ahead + asked - come)
-        m.d.comb += issue.stop.eq(dropping & (ahead == 0))
+        under_way, asks = Signal(range(self.lines_ahead + 1)), Signal(init=1)
+        asked, come = self.reads.valid & self.reads.ready, self.lines.valid & self.lines.ready
+        m.d.sync += [
+            ahead.eq(ahead + (asked & self.reads.payload.last) - (come & self.lines.payload.last)),
+            under_way.eq(under_way + asked - come),
+        ]
+        with m.If(under_way <= self.lines_ahead // 2):
+            m.d.sync += asks.eq(1)
+        with m.Elif(under_way == self.lines_ahead):
+            m.d.sync += asks.eq(0)
+        m.d.comb += [
+            self.reads.payload.eq(issue.o.payload),
+            self.reads.valid.eq(issue.o.valid & asks),
+            issue.o.ready.eq(self.reads.ready & asks),
+            issue.stop.eq(dropping & (ahead == 0)),
+        ]
 
     def _walk(self, m, work, token, full, free, failed, dropping):
         """Takes lines apart: one token per page, and one at the end of the pass."""

@@ -137,7 +137,10 @@ class Walker(wiring.Component):
         )
         m.submodules.query_feed = query_feed = QueryFeed(units=config.units, queries=config.queries)
         m.submodules.page_feed = page_feed = PageFeed(
-            units=config.units, capacity_lines=capacity_lines, pages_ahead=PAGES_AHEAD
+            units=config.units,
+            capacity_lines=capacity_lines,
+            pages_ahead=PAGES_AHEAD,
+            lines_ahead=READER_DEPTHS[ENTRIES],
         )
         m.submodules.query_issue = query_issue = RunIssue()
         wiring.connect(m, check.tables, reader.request[HEADERS])
