@@ -8,7 +8,7 @@ import cocotb
 import pytest
 from dram_bench import PARTS_AND_MODES, ControllerBench, Traffic, place_line
 from nearkv_hw.abi.dram import PARTS, Dram, Refresh, random_fraction
-from nearkv_hw.memory.dram.controller import DramController
+from nearkv_hw.memory.dram.controller import IDLE_FRAMES, DramController
 from nearkv_hw.memory.dram.refresh import RefreshTimer
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, cycles, random, start
@@ -200,3 +200,29 @@ async def every_column_command_is_counted_once(dut):
     refreshes = 1 + rows * 120 // bench.frames.refresh_interval
     assert rows - 1 <= opened <= rows + refreshes
     assert bool(counts["busy_cycles"]) == (rows * 120 >= bench.frames.refresh_interval)
+
+
+@cocotb.test()
+async def rows_that_nobody_wants_for_long_are_closed(dut):
+    """So that an access after a pause need not close another row first; one before still finds its row."""
+    await start(dut)
+    bench = traffic(dut)
+    if bench.refresh is Refresh.PER_BANK:
+        return  # a refresh is never far
+    answers = StreamSink(dut, "answers")
+    part = bench.part
+    unloaded = parameters()["unloaded_cycles"]
+    waits = []
+    for row, frames in ((1, 0), (1, IDLE_FRAMES // 2), (2, 0), (3, 2 * IDLE_FRAMES)):
+        await bench.pass_frames(frames)
+        bench.fabric.send([{"line": place_line(part, 3, row, 0)}])
+        await answers.receive()
+        waits.append(answers.cycles[-1] - bench.fabric.cycles[-1])
+    opened, hit, conflict, after_a_pause = waits
+    dut._log.info(
+        f"cycles: opened {opened}, hit {hit}, another row {conflict}, after a pause {after_a_pause}"
+    )
+    assert hit < opened <= unloaded < conflict
+    assert after_a_pause <= unloaded
+    counts = bench.counts()
+    assert (counts["hits"], counts["misses"], counts["conflicts"]) == (1, 2, 1)

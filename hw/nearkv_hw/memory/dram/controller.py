@@ -26,6 +26,8 @@ _DOOR_CYCLES = 3
 """From a transfer to where the door has checked and chosen it, beyond the frame that it waits for."""
 WRITE_ENTRIES = 16
 """Writes that a controller collects unless told otherwise."""
+IDLE_FRAMES = 128
+"""How long rows stay open without any access; the next one then need not close another row first."""
 LINGER_FRAMES = 64
 """How long a client that stopped asking still has its part of the read queue kept free."""
 
@@ -35,9 +37,9 @@ class DramController(wiring.Component):
 
     Time passes in frames of as many device cycles as the part has sub-channels. A frame has at most one
     column command (which moves a line), one activate, and one precharge or refresh; all are decided together
-    in the frame before. Rows stay open until another one is needed. Ready accesses go oldest first; writes
-    are collected and go in bursts; how two clients that want the same are told apart is for `Shares`, which
-    row of a bank comes first for `Selector`.
+    in the frame before. Rows stay open until another one is needed, or nothing was for `IDLE_FRAMES`. Ready
+    accesses go oldest first; writes are collected and go in bursts; how two clients that want the same are
+    told apart is for `Shares`, which row of a bank comes first for `Selector`.
 
     Accesses of the fabric to one line keep their order, and a read that comes after `written` of a write to
     its line, from whichever client, sees it. A read that finds a write of its line queued, and a write that
@@ -189,6 +191,7 @@ class DramController(wiring.Component):
             shares.tick.eq(follow),
         ]
         free = ~refresher.hold
+        closes_idle = self._elaborate_idle(m, banks, refresher, tick)
         for queue, selector, columns in (
             (reads, read_selector, banks.reads),
             (writes, write_selector, banks.writes),
@@ -245,9 +248,10 @@ class DramController(wiring.Component):
             commands.activate_row.eq(picked("activate_row")),
             commands.precharge.eq(
                 refresher.precharge
+                | closes_idle
                 | (~refresher.refresh & (read_selector.precharge | write_selector.precharge))
             ),
-            commands.precharge_all.eq(refresher.precharge_all),
+            commands.precharge_all.eq(refresher.precharge_all | closes_idle),
             commands.precharge_bank.eq(
                 Mux(refresher.precharge, refresher.precharge_bank, picked("precharge_bank"))
             ),
@@ -261,6 +265,19 @@ class DramController(wiring.Component):
         self._elaborate_pins(m, told, of_unit, refresher, (read_selector, write_selector), follow, tick)
         self._elaborate_counters(m, told, banks, refresher, drain, follow, tick)
         return m
+
+    def _elaborate_idle(self, m, banks, refresher, tick):
+        """Whether this frame closes all rows: nobody has wanted any for so long that every rule is met."""
+        wanted, idle, closes = Signal(), Signal(range(IDLE_FRAMES + 2)), Signal()
+        m.d.comb += [
+            wanted.eq((self.reads_waiting != 0) | (self.writes_waiting != 0) | refresher.hold.any()),
+            closes.eq((idle == IDLE_FRAMES) & ~wanted & banks.open.any()),
+        ]
+        with m.If(wanted):
+            m.d.sync += idle.eq(0)
+        with m.Elif(tick & (idle <= IDLE_FRAMES)):
+            m.d.sync += idle.eq(idle + 1)
+        return closes
 
     def _elaborate_door(self, m, banks, reads, writes, drain, shares, left, steps):
         """Accesses enter the queues: one per frame, of the clients in turn."""
