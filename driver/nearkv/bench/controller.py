@@ -21,6 +21,7 @@ from nearkv_sim.cocotb.traffic import measure as run
 
 from nearkv.bench import Progress, Quiet
 
+_WARM_UP = "warm-up"
 READS = 60_000
 """Of each pattern: some twenty refresh intervals."""
 
@@ -39,6 +40,7 @@ def measure(
     progress = progress or Quiet()
     reads = READS // 10 if quick else READS
     patterns = {
+        _WARM_UP: Pattern(reads=READS),  # until as many refreshes are owed as may be
         "streaming": Pattern(reads=reads),
         "random": Pattern(reads=reads, random=True),
         "mixed": Pattern(reads=reads, reads_per_write=2),

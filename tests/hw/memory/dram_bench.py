@@ -46,6 +46,8 @@ COUNTS = (
 class ControllerBench(wiring.Component):
     """The clients' ports of a controller, its answers with their data, and counts since reset.
 
+    The timer is not told what waits, so refreshes come when they fall due.
+
     Parameters
     ----------
     dram : the part. Everything else goes to the controller.

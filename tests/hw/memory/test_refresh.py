@@ -1,13 +1,14 @@
 # amaranth: UnusedElaboratable=no
-"""Sets of banks that take turns to be refreshed: each in its turn, none while it still is."""
+"""Refreshes: owed while the memory is wanted, and made up for; sets in their turn, none while it still is."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from amaranth.hdl import Module
 from amaranth.sim import Simulator
 from nearkv_hw.abi.dram import PARTS, Refresh
-from nearkv_hw.memory.dram.refresh import Refresher
+from nearkv_hw.memory.dram.refresh import QUIET_CYCLES, Refresher, RefreshTimer
 
 ROUNDS = 12
 
@@ -41,12 +42,7 @@ def test_sets_take_turns_and_rest(dram):
             frame += 1
         assert frame < (len(given) + t.postponed) * t.refresh_interval
 
-    m = Module()
-    m.submodules.dut = dut
-    simulator = Simulator(m)
-    simulator.add_clock(1e-9)
-    simulator.add_testbench(bench)
-    simulator.run()
+    _simulate(dut, bench)
     last = {}
     for n, (frame, number) in enumerate(given):
         assert n == 0 or frame - given[n - 1][0] >= t.refresh_to_refresh
@@ -54,3 +50,38 @@ def test_sets_take_turns_and_rest(dram):
         last[number] = frame
     for n in range(0, len(given), t.refresh_sets):
         assert sorted(number for _, number in given[n : n + t.refresh_sets]) == list(range(t.refresh_sets))
+
+
+@pytest.mark.parametrize("dram", list(PARTS), ids=lambda dram: dram.name.lower())
+def test_refreshes_are_owed_while_the_memory_is_wanted(dram):
+    dut = RefreshTimer(part=dram)
+    interval, most = dut.interval_cycles, dut.postponed
+    # busy, short pauses, and idle for long enough to make up for all
+    busy = (most + 2) * interval + interval // 2
+    idle = QUIET_CYCLES + most * (dut.rest_cycles + 1) + 2 * interval
+    given = []
+
+    async def bench(ctx):
+        for cycle in range(busy + idle):
+            pause = cycle % (QUIET_CYCLES + 10) < QUIET_CYCLES - 1
+            ctx.set(dut.wanted, (cycle < busy - 1 and not pause) or cycle == busy - 1)
+            if ctx.get(dut.due):
+                given.append(cycle)
+            await ctx.tick()
+
+    _simulate(dut, bench)
+    late = [cycle for cycle in given if cycle < busy]
+    made_up = [cycle for cycle in given if cycle >= busy]
+    assert [cycle // interval for cycle in late] == [most, most + 1, most + 2]
+    assert made_up[0] >= busy + QUIET_CYCLES
+    assert all(b - a >= dut.rest_cycles for a, b in pairwise(made_up))
+    assert len(given) == (busy + idle) // interval
+
+
+def _simulate(dut, bench):
+    m = Module()
+    m.submodules.dut = dut
+    simulator = Simulator(m)
+    simulator.add_clock(1e-9)
+    simulator.add_testbench(bench)
+    simulator.run()

@@ -132,7 +132,7 @@ class DramMemory(wiring.Component):
         self._return(m, tag, partial, controllers, boxes)
         for name, event in EVENTS.items():
             self._count(m, name, [getattr(controller, event) for controller in controllers])
-        self._watch_queues(m, controllers)
+        self._watch_queues(m, controllers, timer)
         return m
 
     def _return(self, m, tag, partial, controllers, boxes):
@@ -183,7 +183,7 @@ class DramMemory(wiring.Component):
         self._count(m, "corrected", [way.done & way.corrected for way in decoders])
         self._count(m, "uncorrectable", [way.done & way.uncorrectable for way in decoders])
 
-    def _watch_queues(self, m, controllers):
+    def _watch_queues(self, m, controllers, timer):
         """Counts what waits, and when nothing does."""
         for queue, level in QUEUES.items():
             levels = [getattr(controller, level) for controller in controllers]
@@ -197,8 +197,10 @@ class DramMemory(wiring.Component):
             ]
             with m.If(highest > most):
                 m.d.sync += most.eq(highest)
-        waiting = ((c.reads_waiting != 0) | (c.writes_waiting != 0) for c in controllers)
-        self._count(m, "idle_cycles", [~some for some in waiting])
+        waiting = Signal(len(controllers))
+        m.d.comb += waiting.eq(Cat((c.reads_waiting != 0) | (c.writes_waiting != 0) for c in controllers))
+        m.d.sync += timer.wanted.eq(waiting.any())
+        self._count(m, "idle_cycles", list(~waiting))
 
     def _count(self, m, name, events):
         counter, now = getattr(self, name), Signal(range(len(events) + 1), name=f"{name}_now")

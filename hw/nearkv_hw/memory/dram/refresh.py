@@ -19,8 +19,17 @@ def known_part(part):
     return PARTS[part]
 
 
+QUIET_CYCLES = 512
+"""Without any access for so long, the memory counts as idle: longer than gaps in a batch, and than the way
+from its last line to its results."""
+
+
 class RefreshTimer(wiring.Component):
-    """Says when refreshes are due, once for all sub-channels of a channel, so that they lose the same time.
+    """Says when sub-channels refresh, once for all of a channel, so that they lose the same time.
+
+    Refreshes of all banks may be owed: as long as somebody wants the memory, up to one fewer than the part
+    lets a controller postpone. They are made up for one by one while nobody does. So a batch that is shorter
+    than these intervals meets none. Refreshes of sets are told when they fall due.
 
     Parameters
     ----------
@@ -30,20 +39,39 @@ class RefreshTimer(wiring.Component):
 
     Members
     -------
-    due : Out(1) : a cycle in which one more refresh is due, every `interval_cycles` cycles.
+    wanted : In(1) : accesses wait.
+    due : Out(1) : a cycle in which the sub-channels are to refresh once more; on the whole once in
+        `interval_cycles` cycles.
     """
 
     def __init__(self, *, part, density_gbit=None, refresh=Refresh.ALL_BANK):
         self.part = known_part(part)
         self.density_gbit = self.part.default_density if density_gbit is None else density_gbit
-        timings = self.part.frames(self.density_gbit, Refresh(refresh))
+        self.refresh = Refresh(refresh)
+        timings = self.part.frames(self.density_gbit, self.refresh)
         self.interval_cycles = timings.refresh_interval * self.part.subchannels
-        super().__init__({"due": Out(1)})
+        self.rest_cycles = timings.refresh_to_refresh * self.part.subchannels
+        self.postponed = timings.postponed
+        super().__init__({"wanted": In(1), "due": Out(1)})
 
     def elaborate(self, platform):
         m = Module()
-        left = Signal(range(self.interval_cycles), init=self.interval_cycles - 1)
-        m.d.sync += [self.due.eq(left == 0), left.eq(Mux(left == 0, self.interval_cycles - 1, left - 1))]
+        left, falls = Signal(range(self.interval_cycles), init=self.interval_cycles - 1), Signal()
+        m.d.comb += falls.eq(left == 0)
+        m.d.sync += left.eq(Mux(falls, self.interval_cycles - 1, left - 1))
+        if self.refresh is not Refresh.ALL_BANK:
+            m.d.sync += self.due.eq(falls)
+            return m
+        owed, give = Signal(range(self.postponed + 1)), Signal()
+        quiet, rest = Signal(range(QUIET_CYCLES + 1)), Signal(range(self.rest_cycles + 1))
+        idle = (quiet == QUIET_CYCLES) & (rest == 0)
+        m.d.comb += give.eq((owed == self.postponed) | ((owed != 0) & idle))
+        m.d.sync += [
+            self.due.eq(give),
+            owed.eq(owed + falls - give),
+            rest.eq(Mux(give, self.rest_cycles, Mux(rest == 0, 0, rest - 1))),
+            quiet.eq(Mux(self.wanted, 0, Mux(quiet == QUIET_CYCLES, quiet, quiet + 1))),
+        ]
         return m
 
 
