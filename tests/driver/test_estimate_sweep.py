@@ -29,6 +29,11 @@ def test_axes():
         "gpu": ["h100"],
     }
     assert parse(["dram=ddr5_4800", "channels=1..4"]) == {"dram": ["ddr5_4800"], "channels": [1, 2, 4]}
+    assert parse(["unit_rate=0.25..1", "link_factor=1,1.5", "host_share=0"]) == {
+        "unit_rate": [0.25, 0.5, 1.0],
+        "link_factor": [1.0, 1.5],
+        "host_share": [0.0],
+    }
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,9 @@ def test_axes():
         (["batch=1", "batch=2"], "axis batch is given twice"),
         (["batch=8..4"], r"batch=8\.\.4: goes from 1 or more to no less"),
         (["batch=1x"], "batch='1x': write a whole number"),
+        (["unit_rate=fast"], r"unit_rate='fast': write a number, such as 0\.5"),
+        (["link_factor=0..2"], r"link_factor=0\.\.2: goes from 1e-06 or more to no less"),
+        (["link_factor=1..inf"], r"link_factor=1\.\.inf: goes from 1e-06 or more to no less"),
     ],
 )
 def test_bad_axes(texts, message):
@@ -150,6 +158,37 @@ def test_command_line(tmp_path):
     assert shown.exit_code == 0
     assert "weights: they take 2 GPUs" in shown.output
     assert "64 GiB" in shown.output
+
+
+def test_command_line_of_rates():
+    asked = ("--model", "qwen3-8b", "--context", "64k", "--json")
+    spent = {}
+    for name, more in (
+        ("base", []),
+        ("slow units", ["--unit-rate", "0.5"]),
+        ("fast link", ["--link-factor", "2"]),
+    ):
+        found = json.loads(invoke(*asked, *more).output)
+        spent[name] = {a["system"]: a["parts_ms"] for a in found["answers"]}
+    near, far = "gpu+controller", "gpu+host"
+    assert spent["slow units"][near]["device issue"] > 1.5 * spent["base"][near]["device memory"]
+    assert spent["slow units"][far] == spent["base"][far]
+    assert spent["fast link"][far]["link"] == pytest.approx(spent["base"][far]["link"] / 2)
+    rows = json.loads(invoke(*asked, "--sweep", "unit_rate=0.5,1").stdout)["rows"]
+    times = [row["time_per_output_token_ms"] for row in rows if row["system"] == near]
+    assert times[0] > times[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--unit-rate", "unit_rate=0.0: must be 1e-6 to 1e6 lines per cycle"),
+        ("--link-factor", "link_factor=0.0: must be 1e-6 to 1e6 times the data sheets' rates"),
+    ],
+)
+def test_command_line_refuses_rates(option, message):
+    assert message in str(invoke("--model", "qwen3-8b", option, "0").exception)
+    assert invoke("--model", "qwen3-8b", option, "fast").exit_code == 2
 
 
 def test_command_line_of_a_file(tmp_path):

@@ -22,9 +22,11 @@ from .setups import (
     HostsOption,
     KVFormatOption,
     LaunchOption,
+    LinkFactorOption,
     MicroBatchesOption,
     ModelOption,
     SwitchOption,
+    UnitRateOption,
     setup_of,
 )
 
@@ -64,6 +66,8 @@ def estimate(
     switch: SwitchOption = False,
     hosts: HostsOption = 1,
     host_share: HostShareOption = 0.0,
+    unit_rate: UnitRateOption = 1.0,
+    link_factor: LinkFactorOption = 1.0,
     form: Annotated[str, typer.Option(help="The card's form: e3s, e3s-2t, e3l-2t, cem or cem-8pin.")] = "cem",
     sweep: Annotated[
         list[str] | None,
@@ -105,6 +109,8 @@ def estimate(
         switch=switch,
         hosts=hosts,
         host_share=host_share,
+        unit_rate=unit_rate,
+        link_factor=link_factor,
         form=form,
     )
     if sweep or axes:

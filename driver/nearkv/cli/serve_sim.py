@@ -27,9 +27,11 @@ from .setups import (
     HostsOption,
     KVFormatOption,
     LaunchOption,
+    LinkFactorOption,
     MicroBatchesOption,
     ModelOption,
     SwitchOption,
+    UnitRateOption,
     setup_of,
 )
 
@@ -85,6 +87,8 @@ def serve_sim(
     switch: SwitchOption = False,
     hosts: HostsOption = 1,
     host_share: HostShareOption = 0.0,
+    unit_rate: UnitRateOption = 1.0,
+    link_factor: LinkFactorOption = 1.0,
     max_batch: Annotated[str, typer.Option(help="Sequences that run together at most.")] = "256",
     max_context: Annotated[
         str | None,
@@ -195,6 +199,8 @@ def serve_sim(
         switch=switch,
         hosts=hosts,
         host_share=host_share,
+        unit_rate=unit_rate,
+        link_factor=link_factor,
     )
     setup = _with_context(setup, max_context)
     serving = Serving(

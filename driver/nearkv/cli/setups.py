@@ -37,6 +37,19 @@ HostsOption = Annotated[int, typer.Option(help="Hosts that share the devices, wi
 HostShareOption = Annotated[
     float, typer.Option(help="Lines per cycle and slice that others want of a device's memory.")
 ]
+UnitRateOption = Annotated[
+    float,
+    typer.Option(
+        metavar="LINES", help="Lines that a unit takes per cycle; the RTL's takes 1, of 16-bit elements."
+    ),
+]
+LinkFactorOption = Annotated[
+    float,
+    typer.Option(
+        metavar="TIMES",
+        help="How many times as fast as their data sheets the GPUs' ports and the devices' links are.",
+    ),
+]
 
 
 def setup_of(

@@ -118,9 +118,9 @@ class Setup:
             raise ArgumentError(f"host_share={self.host_share!r}: must be 0 to 1 line per cycle and slice")
         if not 0 <= self.launch_s <= 1:
             raise ArgumentError(f"launch_s={self.launch_s!r}: must be 0 to 1 second")
-        for name in ("link_factor", "unit_rate"):
+        for name, unit in (("unit_rate", "lines per cycle"), ("link_factor", "times the data sheets' rates")):
             if not 1e-6 <= getattr(self, name) <= 1e6:
-                raise ArgumentError(f"{name}={getattr(self, name)!r}: must be 1e-6 to 1e6")
+                raise ArgumentError(f"{name}={getattr(self, name)!r}: must be 1e-6 to 1e6 {unit}")
         one_of("form", self.form, FORM_FACTORS)
         if self.config.dram not in PARTS:
             raise ArgumentError(

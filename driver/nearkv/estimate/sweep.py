@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ Report = Callable[[int, int], None]
 
 _COUNTS = ("context", "batch", "gpus", "devices", "capacity_bytes", "micro_batches", "hosts", "page_rows")
 _NAMES = ("model", "kv_format", "gpu", "form")
+_RATES = ("host_share", "unit_rate", "link_factor")
+_OF_SETUP = (*_COUNTS, *_NAMES, *_RATES)
 _PARALLEL = 200
 """Fewer questions are answered in this process: another one takes seconds to start."""
 _CHUNK = 50
@@ -43,14 +46,14 @@ def parse(texts: Sequence[str]) -> Axes:
     >>> parse(["context=4k..16k", "gpu=h100,h200"])
     {'context': [4096, 8192, 16384], 'gpu': ['h100', 'h200']}
     """
-    of_device = [f.name for f in fields(DeviceConfig) if f.name not in ("name", *_COUNTS)]
+    of_device = [f.name for f in fields(DeviceConfig) if f.name not in ("name", *_OF_SETUP)]
     axes: Axes = {}
     for text in itertools.chain.from_iterable(t.split() for t in texts):
         name, equals, values = text.partition("=")
         if not equals or not values:
             raise ArgumentError(f"{text!r} is no axis; write context=4k..1m or gpu=h100,h200")
-        if name not in (*_COUNTS, *_NAMES, *of_device):
-            raise ArgumentError(f"no axis {name!r}; there are {', '.join((*_COUNTS, *_NAMES, *of_device))}")
+        if name not in (*_OF_SETUP, *of_device):
+            raise ArgumentError(f"no axis {name!r}; there are {', '.join((*_OF_SETUP, *of_device))}")
         if name in axes:
             raise ArgumentError(f"axis {name} is given twice; write its values as {name}=a,b")
         axes[name] = list(_values(name, values))
@@ -62,15 +65,26 @@ def parse(texts: Sequence[str]) -> Axes:
 def _values(name: str, text: str) -> Iterator[Any]:
     first, dots, last = text.partition("..")
     if dots:
-        low, high = quantity(first, name), quantity(last, name)
-        if not 1 <= low <= high:
-            raise ArgumentError(f"{name}={text}: goes from 1 or more to no less, doubling")
+        low, high = _number(name, first), _number(name, last)
+        least = 1e-6 if name in _RATES else 1
+        if not least <= low <= high < math.inf:
+            raise ArgumentError(f"{name}={text}: goes from {least:g} or more to no less, doubling")
         while low <= high:
             yield low
             low *= 2
         return
     for value in text.split(","):
-        yield value if name in _NAMES or not value[:1].isdigit() else quantity(value, name)
+        is_name = name in _NAMES or (name not in _RATES and not value[:1].isdigit())
+        yield value if is_name else _number(name, value)
+
+
+def _number(name: str, text: str) -> int | float:
+    if name not in _RATES:
+        return quantity(text, name)
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ArgumentError(f"{name}={text!r}: write a number, such as 0.5") from error
 
 
 def question(setup: Setup, point: Mapping[str, Any]) -> Setup:
@@ -80,7 +94,7 @@ def question(setup: Setup, point: Mapping[str, Any]) -> Setup:
     ------
     ArgumentError, ValueError : a value is not allowed.
     """
-    own = {name: value for name, value in point.items() if name in (*_COUNTS, *_NAMES)}
+    own = {name: value for name, value in point.items() if name in _OF_SETUP}
     changed = {name: value for name, value in point.items() if name not in own}
     if changed:
         given = {k: v for k, v in setup.config.to_dict().items() if k not in ("name", "capacity_bytes")}
