@@ -25,7 +25,7 @@ from nearkv_sim.port import Port, Read
 from .ring import Completions
 
 if TYPE_CHECKING:
-    from .estimate import Energy
+    from .estimate import Energy, Events
 
 
 @dataclass(frozen=True)
@@ -131,24 +131,23 @@ class Stats:
         return self.attention_lines / peak if peak else 0.0
 
     @property
-    def energy(self) -> Energy | None:
-        """Joules of the device and its link, by part and as bands; None without DRAM (dram="fixed").
+    def events(self) -> Events:
+        """What `nearkv.estimate.energy` counts.
 
-        Every event counts what it counts for `nearkv.estimate.energy`; whatever power is always on counts for
-        the device cycles. Multiplications are those of this session. Rows opened are counted by devices that
-        keep rows; for a `model` device they are those that long runs of lines open.
+        A line is read or written once, and crosses the crossbar once unless the unit at its slice took it:
+        the counters of a device with placement "fabric" have its units' lines as the crossbar's, too.
+        Multiplications are those of this session. Rows opened are counted by devices that keep rows; for a
+        `model` device they are those that long runs of lines open.
         """
-        from .estimate.energy import Events, bits_of_sums, energy  # late: a device opens without estimates
+        from .estimate.energy import Events, bits_of_sums  # late: a device opens without estimates
 
-        if self.config.dram not in PARTS:
-            return None
         reads, writes = (
             sum(getattr(channel, name) for channel in self.channels)
             for name in ("fabric_reads", "fabric_writes")
         )
         opened = sum(memory.row_misses + memory.row_conflicts for memory in self.memories)
         keeps_rows = opened or any(memory.row_hits for memory in self.memories)
-        events = Events(
+        return Events(
             line_reads=self.dram_bytes / LINE_BYTES - writes,
             line_writes=writes,
             link_bytes=self.link_bytes,
@@ -157,7 +156,18 @@ class Stats:
             crossbar_bytes=(reads + writes) * LINE_BYTES,
             activates=opened if keeps_rows else None,
         )
-        return energy(self.config, events, seconds=self.cycles / (self.config.clock_mhz * 1e6))
+
+    @property
+    def energy(self) -> Energy | None:
+        """Joules of the device and its link, by part and as bands; None without DRAM (dram="fixed").
+
+        Whatever power is always on counts for the device cycles.
+        """
+        from .estimate.energy import energy
+
+        if self.config.dram not in PARTS:
+            return None
+        return energy(self.config, self.events, seconds=self.cycles / (self.config.clock_mhz * 1e6))
 
     def __sub__(self, earlier: Stats) -> Stats:
         numbers = {

@@ -23,7 +23,7 @@ from .setup import Setup
 _QUERY_BYTES = 2
 """Bytes of a query's element: bf16."""
 _COMMAND_LINES = 1
-"""Lines that a job's descriptor, and its record, take."""
+"""Lines that a job's descriptor, and its record, take; they are the command window's and not in DRAM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,8 @@ class OnDevices:
     out_bytes, in_bytes : over the links, to the devices and from them.
     out_s, in_s : what these take.
     lines : K and V lines that the units take, every pass counted.
-    writes : result lines.
+    queries : lines that come over the links into DRAM, and that the units read from there.
+    results, answers : lines that the units write to DRAM, and those of them that go back over the links.
     multiplies : of the units.
     sum_bits : of their sums, read and written.
     """
@@ -49,7 +50,9 @@ class OnDevices:
     out_s: float
     in_s: float
     lines: float
-    writes: float
+    queries: float
+    results: float
+    answers: float
     multiplies: float
     sum_bits: float
 
@@ -113,7 +116,7 @@ def on_devices(setup: Setup, kind: AttentionLayers, rows: float, batch: int, *, 
     job_rows = max(1, ceil(rows / shares))
     form = OutputForm.PARTIAL if partial or shares > 1 else OutputForm.BF16
     layout = ResultLayout(kind.value_dim, form)
-    result_lines = layout.lines if form is OutputForm.PARTIAL else layout.planes[0]
+    answer_lines = layout.lines if form is OutputForm.PARTIAL else layout.planes[0]
     query_lines = lines_of(kind.head_dim * _QUERY_BYTES)
     row_lines = kind.pitch_bytes(setup.kv_format) / kind.kv_heads / LINE_BYTES
     taken = 1 + kind.value_dim / kind.head_dim if kind.shared_row else 1.0
@@ -131,8 +134,8 @@ def on_devices(setup: Setup, kind: AttentionLayers, rows: float, batch: int, *, 
         taken=taken / setup.unit_rate,
     )
     heads, passes = batch * kind.q_heads * shares, len(timing.passes_of(config, kind.group))
-    out_bytes = LINE_BYTES * (heads * query_lines + jobs * shares * _COMMAND_LINES)
-    in_bytes = LINE_BYTES * (heads * result_lines + jobs * shares * _COMMAND_LINES)
+    queries, answers, commands = heads * query_lines, heads * answer_lines, jobs * shares * _COMMAND_LINES
+    out_bytes, in_bytes = LINE_BYTES * (queries + commands), LINE_BYTES * (answers + commands)
     write_rate, read_rate = link_rates(setup)
     products = batch * rows * kind.q_heads * (kind.head_dim + kind.value_dim)
     return OnDevices(
@@ -143,7 +146,9 @@ def on_devices(setup: Setup, kind: AttentionLayers, rows: float, batch: int, *, 
         out_s=out_bytes / write_rate,
         in_s=in_bytes / read_rate,
         lines=jobs * rows * row_lines * passes,
-        writes=heads * layout.lines,
+        queries=queries,
+        results=heads * layout.lines,
+        answers=answers,
         multiplies=products,
         sum_bits=bits_of_sums(batch * rows * kind.q_heads * kind.value_dim),
     )

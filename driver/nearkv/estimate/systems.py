@@ -7,6 +7,7 @@ from math import ceil
 from typing import Any
 
 from nearkv_hw.abi.config import Placement
+from nearkv_hw.abi.lines import LINE_BYTES
 
 from nearkv.errors import ArgumentError
 
@@ -56,6 +57,7 @@ class Answer:
     split : where the rows lie.
     max_batch : sequences of this context that have room.
     link_bytes : over the links in a step, both directions.
+    events : on all devices in a step.
     energy : joules of a step, by GPUs and by the devices' parts.
     device_power_w : of a device while it works.
     throttled : factor by which a card's form would slow the step down.
@@ -71,6 +73,7 @@ class Answer:
     split: Split
     max_batch: int
     link_bytes: float
+    events: Events
     energy: dict[str, Band] = field(default_factory=dict)
     device_power_w: Band = NOTHING
     throttled: Band = NOTHING
@@ -247,19 +250,7 @@ def _answer(
     host: bool = False,
 ) -> Answer:
     """Traffic, energy and capacity of a step whose times are known."""
-    calls, fetched, seconds = step.calls, step.fetched, step.seconds
-    moved = step.out_bytes + step.in_bytes
-    near = sum(count * call.lines for count, call in calls)
-    writes = sum(count * (call.writes + call.out_bytes / 64) for count, call in calls)
-    crossbar = setup.config.placement is Placement.FABRIC
-    events = Events(
-        line_reads=near + (fetched + moved / 2) / 64,
-        line_writes=writes,
-        link_bytes=fetched + moved,
-        multiplies=sum(count * call.multiplies for count, call in calls),
-        sum_bits=sum(count * call.sum_bits for count, call in calls),
-        crossbar_bytes=fetched + moved + (64 * near if crossbar else 0.0),
-    )
+    seconds, events = step.seconds, _events(setup, step)
     spent = Energy()
     if device:
         spent = energy(setup.config, events, seconds=seconds, devices=setup.devices, switch=setup.switch)
@@ -278,10 +269,35 @@ def _answer(
         bound=max(step.parts, key=lambda name: step.parts[name]),
         split=split,
         max_batch=_max_batch(setup, gpu=gpu, device=device, host=host),
-        link_bytes=moved + fetched + step.host_fetched,
+        link_bytes=events.link_bytes + step.host_fetched,
+        events=events,
         energy=whole | spent.parts,
         device_power_w=power,
         throttled=throttle(power, FORM_FACTORS[setup.form]),
+    )
+
+
+def _events(setup: Setup, step: Step) -> Events:
+    """What happens on the devices in a step.
+
+    Every line of DRAM is read or written over the crossbar, but for K and V lines of units that stand
+    before it.
+    """
+
+    def total(name: str) -> float:
+        return float(sum(count * getattr(call, name) for count, call in step.calls))
+
+    lines, queries = total("lines"), total("queries")
+    reads = lines + queries + total("answers") + step.fetched / LINE_BYTES
+    writes = queries + total("results")
+    own = 0.0 if setup.config.placement is Placement.FABRIC else lines
+    return Events(
+        line_reads=reads,
+        line_writes=writes,
+        link_bytes=step.fetched + step.out_bytes + step.in_bytes,
+        multiplies=total("multiplies"),
+        sum_bits=total("sum_bits"),
+        crossbar_bytes=LINE_BYTES * (reads + writes - own),
     )
 
 
