@@ -199,21 +199,21 @@ def _models(*_):
 
 def _gpus(*_):
     rows = [
-        "| GPU | memory, GB | GB/s | share of it | launch, us | bf16, TFLOPS | to the host, GB/s | to peers "
+        "| GPU | memory, GiB | GB/s | share of it | launch, us | bf16, TFLOPS | to the host, GB/s | to peers "
         "| W | source |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for gpu in GPUS.values():
         cells = (
             f"`{gpu.name}`",
-            f"{gpu.memory_bytes.value / 1e9:g}",
+            f"{gpu.memory_bytes.value / 2**30:.1f}",
             f"{gpu.bandwidth.value / 1e9:,.0f}",
             f"{gpu.attention_efficiency.value:.3f} ({gpu.attention_efficiency.sure})",
             f"{gpu.attention_launch_s.value * 1e6:g} ({gpu.attention_launch_s.sure})",
             f"{gpu.flops.value / 1e12:g}",
             *(f"{rate.value / 1e9:g}" for rate in (gpu.host_link, gpu.peer_link)),
             f"{gpu.power_w.value:g}",
-            gpu.memory_bytes.source,
+            gpu.bandwidth.source,
         )
         rows.append(_row(cells))
     return "\n".join(rows)

@@ -29,7 +29,8 @@ KV = {  # layers, group, bytes per token and layer, KiB per token, GiB at 32K an
     "deepseek-v3": (61, 128, 1152, 68.6, 2.1, 8.6),
 }
 
-PARAMETERS = {  # billions: all, and active per token, from the model cards
+PARAMETERS = {  # billions: all, and active per token, from the model cards and reports
+    "llama-2-7b": (6.74, 6.74),
     "llama-3.1-8b": (8.03, 8.03),
     "llama-3.1-70b": (70.6, 70.6),
     "llama-3.1-405b": (405.9, 405.9),
@@ -42,6 +43,7 @@ PARAMETERS = {  # billions: all, and active per token, from the model cards
     "mistral-7b-v0.1": (7.24, 7.24),
     "gemma-2-9b": (9.24, 9.24),
     "gemma-2-27b": (27.2, 27.2),
+    "gemma-3-12b": (11.77, 11.77),
     "gemma-3-27b": (27.0, 27.0),
     "deepseek-v3": (671, 37),
 }
@@ -78,6 +80,9 @@ def test_experts_of_gpt_oss():
     assert found.parameters / 1e9 == pytest.approx(116.8, rel=0.002)
     assert (found.active_parameters - found.embedding) / 1e9 == pytest.approx(5.13, rel=0.01)
     assert found.weight_bytes / 2**30 == pytest.approx(60.8, rel=0.01)
+    small = model("gpt-oss-20b")
+    assert small.parameters / 1e9 == pytest.approx(20.9, rel=0.001)
+    assert (small.active_parameters - small.embedding) / 1e9 == pytest.approx(3.61, rel=0.002)
 
 
 def test_weights_of_a_step():

@@ -40,10 +40,10 @@ def test_gpu_by_hand():
     assert attention == pytest.approx(5e-6 + 4096 * 131072 / rate)
     # per layer two reductions of 5 microseconds and 16 KiB at half and half
     assert matrices(one, 1)["gpu interconnect"] == pytest.approx(160 * (5e-6 + 8192 * 2 / 450e9))
-    assert gpu_room(one) == pytest.approx(2 * 80e9 * 0.9 - model.weight_bytes)
+    assert gpu_room(one) == pytest.approx(2 * (81559 << 20) * 0.9 - model.weight_bytes)
     found = of(estimate(one), "gpu")
     assert found.step_s == pytest.approx(sum(matrices(one, 1).values()) + 80 * attention)
-    assert h100.memory_bytes.value == 80e9
+    assert h100.memory_bytes.value == 81559 << 20
 
 
 def test_memory_without_compute_by_hand():
@@ -211,6 +211,18 @@ def test_gpus_have_sources():
             assert value.value > 0
         assert 0.5 < one.attention_efficiency.value < 1
     assert gpu("h100").to_dict()["bandwidth"] == 3350e9
+    sheets = {
+        "a100": 80,
+        "h100": 80,
+        "h200": 141,
+        "b200": 180,
+        "l40s": 48,
+        "rtx-4090": 24,
+        "rtx-pro-6000": 96,
+    }
+    for name, gigabytes in {**sheets, "mi300x": 192}.items():
+        # ECC of GDDR6 takes a sixteenth
+        assert gigabytes * 15 / 16 - 0.1 < gpu(name).memory_bytes.value / 2**30 <= gigabytes
     assert kv_format("bf16").bits == 16
 
 

@@ -206,14 +206,14 @@ def _list(as_json: bool) -> None:
     )
     print_table(
         "GPUs",
-        ("name", "memory GB", "GB/s", "bf16 TFLOPS", "source"),
+        ("name", "memory GiB", "GB/s", "bf16 TFLOPS", "source"),
         (
             (
                 g.name,
-                f"{g.memory_bytes.value / 1e9:g}",
+                f"{g.memory_bytes.value / 2**30:.1f}",
                 f"{g.bandwidth.value / 1e9:,.0f}",
                 f"{g.flops.value / 1e12:g}",
-                g.memory_bytes.source,
+                g.bandwidth.source,
             )
             for g in GPUS.values()
         ),

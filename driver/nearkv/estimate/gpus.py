@@ -17,7 +17,7 @@ class Gpu:
     Parameters
     ----------
     name : for people.
-    memory_bytes : of its memory.
+    memory_bytes : of its memory, as the driver shows it: a data sheet's GB are about 2^30 bytes.
     bandwidth : of its memory, bytes/s, peak.
     attention_efficiency : share of that which a decode-attention kernel reaches.
     attention_launch_s : what such a kernel takes per layer on top.
@@ -59,7 +59,7 @@ def _gpu(
     name: str,
     source: str,
     *,
-    memory: float,
+    memory_mib: int,
     bandwidth: float,
     tflops: float,
     pcie: int,
@@ -75,7 +75,7 @@ def _gpu(
         launch_s = Value(5e-6, "s", _LAUNCH, "assumed", 5e-6, 27.3e-6)
     return Gpu(
         name=name,
-        memory_bytes=Value(memory, "bytes", source),
+        memory_bytes=Value(memory_mib << 20, "bytes", "nvidia-smi, or rocm-smi: total memory"),
         bandwidth=Value(bandwidth, "bytes/s", source),
         attention_efficiency=efficiency,
         attention_launch_s=launch_s,
@@ -94,7 +94,7 @@ GPUS: dict[str, Gpu] = {
         _gpu(
             "a100",
             "NVIDIA A100 80GB SXM data sheet",
-            memory=80e9,
+            memory_mib=81920,
             bandwidth=2039e9,
             tflops=312,
             pcie=4,
@@ -104,7 +104,7 @@ GPUS: dict[str, Gpu] = {
         _gpu(
             "h100",
             "NVIDIA H100 SXM data sheet",
-            memory=80e9,
+            memory_mib=81559,
             bandwidth=3350e9,
             tflops=989,
             pcie=5,
@@ -114,7 +114,7 @@ GPUS: dict[str, Gpu] = {
         _gpu(
             "h200",
             "NVIDIA H200 SXM data sheet",
-            memory=141e9,
+            memory_mib=143771,
             bandwidth=4800e9,
             tflops=989,
             pcie=5,
@@ -123,8 +123,8 @@ GPUS: dict[str, Gpu] = {
         ),
         _gpu(
             "b200",
-            "NVIDIA HGX B200 data sheet, an eighth of it",
-            memory=180e9,
+            "NVIDIA HGX B200 data sheet, an eighth of it; its hosts have PCIe 5.0",
+            memory_mib=183359,
             bandwidth=7700e9,
             tflops=2250,
             pcie=5,
@@ -134,9 +134,9 @@ GPUS: dict[str, Gpu] = {
         _gpu(
             "l40s",
             "NVIDIA L40S data sheet",
-            memory=48e9,
+            memory_mib=46068,
             bandwidth=864e9,
-            tflops=362,
+            tflops=362.05,
             pcie=4,
             peer=0,
             watts=350,
@@ -144,7 +144,7 @@ GPUS: dict[str, Gpu] = {
         _gpu(
             "rtx-4090",
             "NVIDIA Ada architecture white paper",
-            memory=24e9,
+            memory_mib=24564,
             bandwidth=1008e9,
             tflops=165.2,
             pcie=4,
@@ -153,8 +153,8 @@ GPUS: dict[str, Gpu] = {
         ),
         _gpu(
             "rtx-pro-6000",
-            "NVIDIA RTX PRO 6000 Blackwell data sheet",
-            memory=96e9,
+            "NVIDIA RTX PRO 6000 Blackwell Workstation Edition data sheet",
+            memory_mib=97887,
             bandwidth=1792e9,
             tflops=503.8,
             pcie=5,
@@ -164,9 +164,9 @@ GPUS: dict[str, Gpu] = {
         _gpu(
             "mi300x",
             "AMD Instinct MI300X data sheet",
-            memory=192e9,
+            memory_mib=196592,
             bandwidth=5300e9,
-            tflops=1307,
+            tflops=1307.4,
             pcie=5,
             peer=448e9,
             watts=750,
