@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,9 @@ def test_plots_and_page(tmp_path):
     write(tmp_path / "x.png", SETUP, axes, rows)
     assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = page(SETUP, axes, rows)
-    assert "http" not in text.replace("data:", "")
+    assert "http" not in re.sub(
+        r'"data:image/png;base64,[^"]*"', "", text
+    )  # a picture's letters may spell it
     assert text.count("<img") == 4
     assert text.count("<tr") > len(rows)
 
