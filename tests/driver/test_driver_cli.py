@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from nearkv.cli import app, main
+from nearkv.cli.counters import print_counters
 from nearkv_hw.abi import PRESETS
 from nearkv_sim import toolchain
 from typer.testing import CliRunner
@@ -90,6 +91,7 @@ def test_an_error_is_one_message(monkeypatch, capfd, command):
     [
         (["--model", "nowhere"], 1, "ModelNotFound: nowhere holds no model"),
         (["--device", "reference", "--wave", "run.fst"], 2, "--wave records a device's signals"),
+        (["--device", "reference", "--counters"], 2, "--counters are a device's"),
     ],
 )
 def test_a_run_that_cannot_start_says_why(monkeypatch, capsys, arguments, status, message):
@@ -99,6 +101,20 @@ def test_a_run_that_cannot_start_says_why(monkeypatch, capsys, arguments, status
         main()
     assert left.value.code == status
     assert message in capsys.readouterr().err
+
+
+def test_counters_of_few_and_of_many_slices(capsys):
+    def lines(slices):
+        print_counters(
+            [{"unit_lines": 1000 * n} for n in slices], [{"row_hits": n, "corrected": 0} for n in slices]
+        )
+        return capsys.readouterr().out.splitlines()
+
+    few, many = lines(range(2)), lines(range(1, 10))
+    assert any(line.split("│")[1:4] == [" unit_lines ", " 0       ", " 1,000   "] for line in few)
+    assert any("all" in line and "least of a slice" in line for line in many)
+    assert any(line.split("│")[2].strip() == "45,000" for line in many if "unit_lines" in line)
+    assert few[-1] == many[-1] == "0 in every slice: corrected."
 
 
 def test_importing_is_cheap_and_the_reference_needs_no_device():

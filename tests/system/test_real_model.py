@@ -48,7 +48,7 @@ def test_the_command_reports_what_it_did(tmp_path):
     report = json.loads(result.stdout)
     expected = {
         "text", "tokens_per_s", "tokens_per_s_checked", "calls", "calls_equal", "device_cycles", "lines",
-        "link_bytes", "kv_bytes", "energy_j",
+        "link_bytes", "kv_bytes", "energy_j", "channels", "memories",
     }  # fmt: skip
     assert expected <= set(report)
     assert report["calls"] == report["calls_equal"] == 30
@@ -56,6 +56,27 @@ def test_the_command_reports_what_it_did(tmp_path):
     total = parts.pop("total")
     assert 0 < total["low"] < total["mid"] < total["high"]
     assert total["mid"] == pytest.approx(sum(part["mid"] for part in parts.values()))
+    assert sum(channel["unit_lines"] for channel in report["channels"]) == report["lines"]
+    assert len(report["memories"]) == len(report["channels"]) == 2
+
+
+def test_the_command_prints_counters(loaded, monkeypatch):
+    monkeypatch.setattr(hf, "load", lambda folder: loaded)
+    command = [
+        "run",
+        "--device",
+        "model",
+        "--max-new-tokens",
+        "2",
+        "--prompt",
+        PROMPT,
+        "--counters",
+        "--no-check",
+    ]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "unit_lines" in result.stdout
+    assert "0 in every slice:" in result.stdout
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

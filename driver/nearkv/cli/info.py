@@ -21,7 +21,10 @@ def info(
     ] = "model",
     as_json: JsonOption = False,
 ) -> None:
-    """Open a device and print the configuration that it reports of itself."""
+    """Open a device and print the configuration that it reports of itself.
+
+    What a device counts while it works is in nearkv run --counters and in nearkv trace.
+    """
     import nearkv
 
     with nearkv.open(spec) as device:

@@ -17,6 +17,7 @@ from rich.panel import Panel
 from nearkv.codec import element_dtype
 from nearkv.errors import NearkvError
 
+from .counters import print_counters
 from .output import JsonOption, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ def run(
         Path | None,
         typer.Option(help="Write what an rtl device did as a timeline for ui.perfetto.dev into this file."),
     ] = None,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="Print what every slice of the device's memory counted, too.")
+    ] = False,
     replays: Annotated[Path, typer.Option(help="Folder for the inputs and results of unequal calls.")] = Path(
         "replays"
     ),
@@ -81,6 +85,8 @@ def run(
         kind_and_preset(device)
     if trace and device == REFERENCE:
         raise typer.BadParameter(f"--trace shows a device; {REFERENCE} is none: use rtl")
+    if counters and device == REFERENCE:
+        raise typer.BadParameter(f"--counters are a device's; {REFERENCE} is none: use rtl, cocotb or model")
     console = Console(stderr=True)
     with ExitStack() as stack:
         with console.status("loading the model"):
@@ -117,6 +123,8 @@ def run(
         print_json({**report.to_dict(), "load_s": load_s, "open_s": open_s})
     else:
         _show(report, open_s)
+        if counters:
+            print_counters(report.channels, report.memories)
         if trace:
             say(f"Timeline: {escape(str(trace))}; open it at https://ui.perfetto.dev.")
     if not report.equal:

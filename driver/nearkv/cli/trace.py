@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from .counters import print_counters
 from .output import JsonOption, print_json, print_table, say
 from .overrides import SetOption, overrides_of
 
@@ -80,7 +80,6 @@ def _show(file: Path, summary: TraceSummary, done: Stats) -> None:
     ]
     rows.append(("bytes", f"{file.stat().st_size:,}", "of the file"))
     print_table(f"{file}", ("", "", ""), rows)
-    names = list(asdict(done.memories[0]))
-    counted = ([name, *(f"{getattr(memory, name):,}" for memory in done.memories)] for name in names)
-    print_table("memory", ("", *(f"slice {n}" for n in range(len(done.memories)))), counted)
+    counters = done.to_dict()
+    print_counters(counters["channels"], counters["memories"])
     say("Open it at https://ui.perfetto.dev (Open trace file) or chrome://tracing.")

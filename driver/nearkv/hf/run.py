@@ -29,7 +29,7 @@ class Report:
     `kv_bytes` is what a device without compute would have sent for the same calls: every row's K and V in
     whole lines. `link_bytes` is what this one moved, both directions, new rows and polling included.
     `energy_j` is `Stats.energy`, in joules: low, mid and high of each part and in total; empty where a device
-    has none.
+    has none. `channels` and `memories` are those of `Stats`, the counters of every slice of the memory.
     """
 
     model: str
@@ -47,6 +47,8 @@ class Report:
     link_bytes: int = 0
     kv_bytes: int = 0
     energy_j: dict[str, dict[str, float]] = field(default_factory=dict)
+    channels: list[dict[str, int]] = field(default_factory=list)
+    memories: list[dict[str, int]] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
     check_s: float = 0.0
@@ -191,3 +193,5 @@ class _Meter:
             report.utilisation, report.link_bytes = done.utilisation, done.link_bytes
             energy = done.energy
             report.energy_j = energy.to_dict() if energy else {}
+            report.channels = [asdict(channel) for channel in done.channels]
+            report.memories = [asdict(memory) for memory in done.memories]
