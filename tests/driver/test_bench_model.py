@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from nearkv.bench import model
 from nearkv.cli import app
@@ -16,6 +17,14 @@ def test_figures_of_the_command():
     results = json.loads(result.stdout)["results"]
     assert [r["name"] for r in results] == [f"model.{name}" for name in FIGURES]
     assert all(r["value"] > 0 and r["config"]["rows"] == 8192 for r in results)
+
+
+def test_rows_and_a_call_over_them_take_little_more_than_the_rows():
+    found = {r["name"]: r for r in model.measure((65_536,), repeats=1)}
+    figure = found["model.rows65536.memory_to_kv"]
+    if figure["config"]["kernel"] != "native":
+        pytest.skip("without the native kernel a call copies rows")
+    assert 0.9 < figure["value"] < 1.1
 
 
 def test_figures_of_other_lengths():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +79,9 @@ def _one_length(rows: int, repeats: int, progress: Progress) -> Iterator[Figure]
             before = 0
             for k, v in _parts(rows):
                 kv.append(sequence, layer=0, k=k, v=v)
-                before = before or _resident_bytes("VmRSS")  # with what every process needs
+                if not before:  # with what every process needs
+                    _give_free_back()
+                    before = _resident_bytes("VmRSS")
 
             def attend() -> torch.Tensor:
                 out = kv.attend([sequence], layer=0, q=queries)
@@ -87,6 +90,7 @@ def _one_length(rows: int, repeats: int, progress: Progress) -> Iterator[Figure]
 
             about = {"device": "model", "kernel": kernel, "q_heads": KV_HEADS * GROUP,
                      "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bf16"}  # fmt: skip
+            _give_free_back()
             _forget_peak()
             attend()
             growth = _resident_bytes("VmHWM") - before
@@ -146,6 +150,13 @@ def _all_cores() -> Iterator[int]:
         yield cores
     finally:
         torch.set_num_threads(threads)
+
+
+def _give_free_back() -> None:
+    """Have the allocator give back what is free: rows on their way to the device leave it in pieces."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
+    if trim:
+        trim(0)
 
 
 def _resident_bytes(name: str) -> int:
