@@ -167,7 +167,14 @@ def _on_dask(
         raise ArgumentError(
             "Dask is not installed; pip install 'nearkv[sweep]', or leave --dask out"
         ) from error
-    with Client(address) as client:
+    try:
+        client = Client(address)
+    except OSError as error:
+        raise ArgumentError(
+            f"no Dask scheduler answers at {address} ({error}); start one with `dask scheduler`, and workers "
+            "with `dask worker`, or leave --dask out"
+        ) from error
+    with client:
         for future in client.map(_chunk, [setup] * len(chunks), chunks, pure=False):
             yield future.result()
 
