@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,15 @@ def test_plots_and_page(tmp_path):
     assert text.count("<tr") > len(rows)
 
 
+def test_titles_name_what_is_the_same_for_all():
+    axes = parse(["context=4k", "gpus=1,2"])
+    text = page(SETUP, axes, run(SETUP, axes))
+    assert "<title>llama-3.1-8b: estimates over context, gpus</title>" in text
+    assert "no limit" in text
+    assert reports._same(SETUP, axes) == ["llama-3.1-8b", "1 device"]
+    assert reports._same(replace(SETUP, devices=2), parse(["model=qwen3-8b"])) == ["1 x h100", "2 devices"]
+
+
 def test_files_that_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(ArgumentError, match=r"its ending must be one of \.csv, \.parquet, \.png, \.html"):
         reports.check_outputs([Path("x.xls")])
@@ -147,6 +157,19 @@ def test_a_dask_cluster_gives_the_same(monkeypatch):
 def test_dask_that_is_not_there(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "distributed", None)
     with pytest.raises(ArgumentError, match="Dask is not installed"):
+        run(SETUP, {"batch": [1]}, dask="tcp://nowhere:1")
+
+
+def test_a_dask_cluster_that_does_not_answer(monkeypatch):
+    distributed = pytest.importorskip("distributed")
+
+    def refuse(address):
+        raise OSError("timed out")
+
+    monkeypatch.setattr(distributed, "Client", refuse)
+    with pytest.raises(
+        ArgumentError, match=r"no Dask scheduler answers at tcp://nowhere:1 \(timed out\); start"
+    ):
         run(SETUP, {"batch": [1]}, dask="tcp://nowhere:1")
 
 

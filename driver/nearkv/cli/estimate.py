@@ -157,6 +157,8 @@ def _show(setup: Setup, answers: Sequence[Answer]) -> None:
 
 
 def _row(answer: Answer) -> tuple[str, ...]:
+    from nearkv.estimate.report import room_of
+
     split = answer.split
     shares = " / ".join(f"{100 * share:.0f}" for share in (split.gpu, split.device, split.host))
     power = answer.device_power_w
@@ -169,7 +171,7 @@ def _row(answer: Answer) -> tuple[str, ...]:
         bytes_of(answer.link_bytes / answer.batch),
         _band(answer.energy_per_token),
         f"{'! ' if answer.throttled.mid > 1 else ''}{_band(power)}" if power.high else "",
-        "no limit" if answer.max_batch >= 1 << 20 else f"{answer.max_batch:,}",
+        room_of(answer.max_batch),
     )
 
 

@@ -14,6 +14,7 @@ from nearkv.errors import ArgumentError
 
 from .setup import Setup
 from .sweep import Axes
+from .systems import NO_LIMIT
 
 Rows = Sequence[dict[str, Any]]
 KINDS = (".csv", ".parquet", ".png", ".html")
@@ -77,7 +78,7 @@ def write_rows(path: Path, rows: Rows) -> None:
 def figure(setup: Setup, axes: Axes, rows: Rows, value: str = "time_per_output_token_ms") -> bytes:
     """A PNG: `value` over the first axis, a line for every system, a panel for values of the second axis.
 
-    Dashed where the rows have no room.
+    Dotted where weights or rows have no room.
     """
     x, *others = axes
     panels = _panels(axes[others[0]]) if others else [None]
@@ -101,9 +102,29 @@ def figure(setup: Setup, axes: Axes, rows: Rows, value: str = "time_per_output_t
     plots[0].set_ylabel(_TITLES.get(value, value))
     handles, labels = plots[0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
-    more = "".join(f", {name} {at}" for name, at in fixed.items())
-    drawing.suptitle(f"{setup.model.name}, {setup.gpus} x {setup.gpu.name}, {setup.devices} devices{more}")
+    drawing.suptitle(", ".join([*_same(setup, axes), *(f"{name} {at}" for name, at in fixed.items())]))
     return png(drawing)
+
+
+def _same(setup: Setup, axes: Axes) -> list[str]:
+    """Model, GPUs and devices, as far as they are the same for all answers."""
+    titles = {
+        ("model",): setup.model.name,
+        ("gpus", "gpu"): f"{setup.gpus} x {setup.gpu.name}",
+        ("devices",): counted(setup.devices, "device"),
+    }
+    return [title for fields, title in titles.items() if not set(fields) & set(axes)]
+
+
+def counted(count: int, what: str) -> str:
+    """So many of something.
+
+    Examples
+    --------
+    >>> counted(1, "device"), counted(2, "device")
+    ('1 device', '2 devices')
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def sheet(width: float, height: float) -> Any:
@@ -177,12 +198,18 @@ def page(setup: Setup, axes: Axes, rows: Rows) -> str:
     images = "".join(image(title, figure(setup, axes, rows, value)) for value, title in _TITLES.items())
     asked = {name: value for name, value in flat(setup).items() if name not in axes}
     names = {**{name: name for name in axes}, **_COLUMNS}
-    answers = table(names, rows, [not row["fits"] for row in rows])
+    shown = [{**row, "max_batch": room_of(row["max_batch"])} for row in rows]
+    answers = table(names, shown, [not row["fits"] for row in rows])
     return document(
-        f"{setup.model.name}: estimates over {', '.join(axes)}",
+        f"{'' if 'model' in axes else f'{setup.model.name}: '}estimates over {', '.join(axes)}",
         "<p>Lines are dotted, and rows grey, where weights or KV rows have no room: what it would take with "
         f"room.</p>{images}<h2>What was asked</h2>{pairs(asked)}<h2>All answers</h2>{answers}",
     )
+
+
+def room_of(sequences: int) -> str:
+    """How many sequences have room, for people."""
+    return "no limit" if sequences >= NO_LIMIT else f"{sequences:,}"
 
 
 def flat(setup: Setup) -> dict[str, Any]:

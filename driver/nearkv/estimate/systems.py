@@ -20,6 +20,8 @@ from .value import NOTHING, Band
 GPU_ONLY = "gpu"
 MEMORY = "gpu+memory"
 TIERS = "three tiers"
+NO_LIMIT = 1 << 20
+"""Sequences that have room where the host's memory takes what is left."""
 _GPU_SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 """Shares of the rows that GPUs have room for, of which three tiers take the best."""
 
@@ -55,7 +57,7 @@ class Answer:
     parts : seconds of a step by what they go to; they overlap where the system overlaps them.
     bound : the part that limits.
     split : where the rows lie.
-    max_batch : sequences of this context that have room.
+    max_batch : sequences of this context that have room; `NO_LIMIT` for three tiers.
     link_bytes : over the links in a step, both directions.
     events : on all devices in a step.
     energy : joules of a step, by GPUs and by the devices' parts.
@@ -186,7 +188,7 @@ def _max_batch(setup: Setup, *, gpu: bool, device: bool, host: bool) -> int:
     found = room / whole if gpu else 0.0
     if device:
         found += setup.devices * setup.device_bytes / setup.hosts / padded
-    return 1 << 20 if host else int(found)
+    return NO_LIMIT if host else int(found)
 
 
 def _work(setup: Setup, split: Split) -> Work:

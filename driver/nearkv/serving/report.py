@@ -11,6 +11,7 @@ import numpy as np
 from nearkv.estimate.report import (
     COLOURS,
     check_outputs,
+    counted,
     document,
     flat,
     image,
@@ -169,7 +170,7 @@ def _title(results: Sequence[Result]) -> str:
     setup, trace = results[0].machine.setup, results[0].trace
     name = trace.name.partition(" (")[0]
     return (
-        f"{setup.model.name}, {setup.gpus} x {setup.gpu.name}, {setup.devices} devices; "
+        f"{setup.model.name}, {setup.gpus} x {setup.gpu.name}, {counted(setup.devices, 'device')}; "
         f"{len(trace.requests):,} requests, {name}"
     )
 
