@@ -2,25 +2,19 @@
 
 import doctest
 import importlib
+from pathlib import Path
 
 import pytest
 
+DRIVER = Path(__file__).parents[2] / "driver"
+MODULES = [
+    ".".join(path.relative_to(DRIVER).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(DRIVER.rglob("*.py"))
+    if ">>> " in path.read_text()
+]
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "nearkv.cache",
-        "nearkv.device",
-        "nearkv.estimate.steps",
-        "nearkv.estimate.sweep",
-        "nearkv.estimate.systems",
-        "nearkv.pages",
-        "nearkv.serving",
-        "nearkv.study.maps",
-        "nearkv.study.near",
-        "nearkv.study.tables",
-    ],
-)
+
+@pytest.mark.parametrize("module", MODULES)
 def test_examples(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
