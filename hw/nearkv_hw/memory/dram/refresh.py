@@ -19,9 +19,9 @@ def known_part(part):
     return PARTS[part]
 
 
-QUIET_CYCLES = 512
-"""Without any access for so long, the memory counts as idle: longer than gaps in a batch, and than the way
-from its last line to its results."""
+QUIET_CYCLES = 2048
+"""Without any access for so long, the memory counts as idle: longer than a host takes from one call's results
+to the next call's doorbell."""
 
 
 class RefreshTimer(wiring.Component):
