@@ -13,6 +13,9 @@ from .queue import entry_layout, moved
 
 PATIENCE_FRAMES = 64
 """How long the oldest entry lets others use the bank's row that it would close."""
+GRACE_FRAMES = 32
+"""How long the favoured client leaves a row alone that the other one hits: single lines that open rows cost a
+stream less when it comes between two of the stream's own rows."""
 KEPT_FRAMES = 4
 """How long a row that was hit stays open for more, where only the client that is not favoured wants another:
 as long as it takes until an access follows one that left, so that a stream does not lose its row between two.
@@ -181,9 +184,22 @@ class Selector(wiring.Component):
                 m.d.sync += waited.eq(0)
             with m.Elif(waited != PATIENCE_FRAMES):
                 m.d.sync += waited.eq(waited + 1)
+        taken = ~Const(0, banks)
         if self.shared:
+            taken = self._taken(m, hit_any & ~hit_favoured, missed_favoured)
             hit_any = hit_any | self._lately(m, hit_any)
-        return hit_any, hit_favoured, missed_favoured, favour_unit, insisted, urgent_favoured
+        return hit_any, hit_favoured, missed_favoured, taken, favour_unit, insisted, urgent_favoured
+
+    def _taken(self, m, hit_other, missed_favoured):
+        """Banks that the favoured client wants another row of, and need not leave to the other for longer."""
+        waited, over = Signal(range(GRACE_FRAMES + 1)), Signal()
+        m.d.comb += over.eq(waited == GRACE_FRAMES)
+        with m.If(self.tick):
+            with m.If(~(hit_other & missed_favoured).any() | (over & self.precharge)):
+                m.d.sync += waited.eq(0)
+            with m.Elif(~over):
+                m.d.sync += waited.eq(waited + 1)
+        return missed_favoured & (over.replicate(self.part.banks) | ~hit_other)
 
     def _lately(self, m, hit_any):
         """Banks whose open row was hit within the last `KEPT_FRAMES` frames, and some for twice as long."""
@@ -199,7 +215,7 @@ class Selector(wiring.Component):
 
     def _elaborate_ready(self, m, misses, collected):
         """Entries that are ready for each command, by what their bank allows to favoured ones and others."""
-        hit_any, hit_favoured, missed_favoured, favour_unit, insisted, urgent_favoured = collected
+        hit_any, hit_favoured, missed_favoured, taken, favour_unit, insisted, urgent_favoured = collected
         count, banks = self.count, self.part.banks
         active, may = self.active.replicate(banks), Signal(banks)
         m.d.comb += may.eq(active | (self.prepare.replicate(banks) & ~self.others))
@@ -207,8 +223,8 @@ class Selector(wiring.Component):
         first = urgent_favoured.replicate(banks)
         allowed = {
             "go": columns & ~(insisted & first),
-            "go_other": columns & ~insisted & ~missed_favoured,
-            "move": may & (self.activates | (self.precharges & ~hit_favoured)),
+            "go_other": columns & ~insisted & ~taken,
+            "move": may & (self.activates | (self.precharges & ~hit_favoured & taken)),
             "move_other": may & ~missed_favoured & (self.activates | (self.precharges & ~hit_any)),
             # the oldest entry closes a row that its own client hits
             "insists": (insisted & self.precharges & (~hit_favoured | first)).any() & self.active,
