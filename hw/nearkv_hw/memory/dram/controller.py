@@ -124,6 +124,12 @@ class DramController(wiring.Component):
         )
 
     @property
+    def fabric_entries(self):
+        """Reads of the fabric among `read_entries` while the unit wants some: a quarter with two sixteenths,
+        half with eight. The fewer they are, the further the unit's reach ahead."""
+        return max(4, self.read_entries * min(self.fabric_share + 4, 18) // 24)
+
+    @property
     def unloaded_cycles(self):
         """Most cycles from the transfer of a read of a closed bank to its answer, with nothing else to do."""
         # It is checked in the last cycle but one of a frame, chosen in the last one, enters in the next one,
@@ -349,7 +355,7 @@ class DramController(wiring.Component):
         ]
         for wants, held, room, most in (
             (drain.own_reads, unit_reads, unit_share, self.read_entries * 3 // 4),
-            (unit_wants, fabric_reads, fabric_share, self.read_entries // 2),
+            (unit_wants, fabric_reads, fabric_share, self.fabric_entries),
         ):
             lingers = Signal(range(LINGER_FRAMES + 1))  # the other client wants or wanted its part
             with m.If(wants):
