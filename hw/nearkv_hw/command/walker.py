@@ -21,8 +21,8 @@ from .records import Outcome, Posted, Ticket
 
 ENTRIES, HEADERS, QUERIES = range(3)
 """Clients of the walker's reader; the first goes first."""
-READER_DEPTHS = (8, 4, 16)
-"""Lines that each may have under way: of 64 pages, headers of the next jobs, the queries of a pass."""
+READER_DEPTHS = (16, 4, 16)
+"""Lines that each may have under way: of 128 pages, headers of the next jobs, the queries of a pass."""
 TABLE_LINES = 128
 """Lines of page tables on chip: all of a small model's decode step; of long contexts, what came last."""
 PASSES_AHEAD = 4

@@ -134,7 +134,7 @@ def test_page_feed():
     entries = sum(ENTRY.pack(valid=1, line=n * EXTENT_LINES) << 64 * n for n in range(8))
     lines = [pack(WalkLine, {"data": entries, "last": n % 2}) for n in range(4)]
     runs = [pack(Run, {"count": 2})] * 2
-    block = PageFeed(units=2, capacity_lines=1 << 20, pages_ahead=4)
+    block = PageFeed(units=2, capacity_lines=1 << 20, pages_ahead=4, lines_ahead=16)
     sinks = ["o/0", "o/1", "reads", "outcomes"]
     seen = transfers(block, {"i": [pack(PageWork, work)] * 2, "runs": runs, "lines": lines}, sinks, cycles=60)
     pages = sorted(seen["o/0"] + seen["o/1"])

@@ -16,7 +16,7 @@ from nearkv_hw.command.window import CommandWindow
 from nearkv_hw.common.fork import Fork
 from nearkv_hw.device import Device
 
-PAGES = {"units": 2, "capacity_lines": 1 << 20, "pages_ahead": 4}
+PAGES = {"units": 2, "capacity_lines": 1 << 20, "pages_ahead": 4, "lines_ahead": 16}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,7 @@ PAGES = {"units": 2, "capacity_lines": 1 << 20, "pages_ahead": 4}
         (PageFeed, {**PAGES, "units": 3}, "units must be a power of two, not 3"),
         (PageFeed, {**PAGES, "capacity_lines": 1 << 14}, "capacity_lines must be at least 32768"),
         (PageFeed, {**PAGES, "pages_ahead": 1}, "pages_ahead must be an integer of at least 2, not 1"),
+        (PageFeed, {**PAGES, "lines_ahead": 0}, "lines_ahead must be an integer of at least 2, not 0"),
         (Fork, {"shape": 8, "outputs": 0}, "outputs must be a positive integer, not 0"),
     ],
 )
