@@ -29,6 +29,8 @@ NARROW = {"queries": 4, "finish_lanes": 2}
 ATTACC = {188: 0.877, 130: 0.729}
 """Share of its peak that AttAcc's buffer-die placement reached, by heads: 871,721 and 725,887 cycles for
 4,096 rows of 128 fp16 elements, 670.4 GB/s, tCK 0.769 ns (its public cycle results)."""
+REST_CYCLES = 8192
+"""In which an idle memory makes up for every refresh that it may owe."""
 _ATTACC_CHANNELS = 16
 _ATTACC_ROWS = 4096
 SHARES = (2, 8)
@@ -164,9 +166,10 @@ def heads(device: Device, options: Options) -> Iterator[Figure]:
 
 
 def single_jobs(device: Device, options: Options) -> Iterator[Figure]:
-    """One job of 4,096 rows and one of 256, 4 query heads."""
+    """One job of 4,096 rows and one of 256, 4 query heads, on a device that was idle."""
     for rows in (4096, 256):
-        yield from _rate(f"memory.job{rows}", device, Workload(rows=rows, kv_heads=1, batch=1, group=4))
+        work = Workload(rows=rows, kv_heads=1, batch=1, group=4)
+        yield from _rate(f"memory.job{rows}", device, work, rested=True)
 
 
 def latency(device: Device, options: Options) -> Iterator[Figure]:
@@ -174,7 +177,7 @@ def latency(device: Device, options: Options) -> Iterator[Figure]:
     for group in (1, 4):
         work = Workload(rows=256, kv_heads=1, batch=1, group=group)
         with work.fill(device) as filled:
-            recording = _warm(device, filled, ALL)
+            recording = _warm(device, filled, ALL, rested=True)
         job = _jobs(recording, work)[0]
         about = {**work.to_dict(), "queries_in_job": group}
         if group == 1:
@@ -222,15 +225,32 @@ def side_by_side(device: Device, options: Options) -> Iterator[Figure]:
     yield Figure("memory.placement.link_bytes", done.link_bytes, "bytes", work.to_dict())
 
 
-def _rate(name: str, device: Device, work: Workload) -> Iterator[Figure]:
-    """A step's needed lines, each once, over what the memory's peak is from doorbell to last completion."""
+def rest(device: Device) -> None:
+    """Let a device idle until its memory owes no refresh."""
+    begun = device.stats().cycles
+    while device.stats().cycles - begun < REST_CYCLES:
+        pass
+
+
+def _rate(name: str, device: Device, work: Workload, *, rested: bool = False) -> Iterator[Figure]:
+    """A step's needed lines, each once, over what the memory's peak is from doorbell to last completion.
+
+    A step of a device that has rested may owe refreshes; else the step before it has used that up.
+    """
     with work.fill(device) as filled:
-        recording = _warm(device, filled, _STAGES)
+        recording = _warm(device, filled, _STAGES, rested=rested)
     jobs = _jobs(recording, work)
     cycles = max(job.record for job in jobs) - min(job.doorbell for job in jobs)
     config = device.config
     passes = max(len(job.passes) for job in jobs)
-    about = {**work.to_dict(), "jobs": work.jobs, "lines": work.lines, "passes": passes, "cycles": cycles}
+    about = {
+        **work.to_dict(),
+        "jobs": work.jobs,
+        "lines": work.lines,
+        "passes": passes,
+        "cycles": cycles,
+        "rested": rested,
+    }
     share = work.lines / (cycles * config.slices)
     best = ceiling(PARTS[config.dram], config.density_gbit, config.refresh) if config.dram in PARTS else 1.0
     yield Figure(f"{name}.fraction_of_peak", share, "of a line per cycle and slice", about)
@@ -247,9 +267,11 @@ def step_cycles(device: Device, filled: Filled, work: Workload) -> int:
     return max(job.record for job in jobs) - min(job.doorbell for job in jobs)
 
 
-def _warm(device: Device, filled: Filled, kinds: frozenset[EventKind]) -> Recording:
+def _warm(device: Device, filled: Filled, kinds: frozenset[EventKind], *, rested: bool = False) -> Recording:
     """What a step does when one before it has brought tables and descriptors on chip."""
     filled.step()
+    if rested:
+        rest(device)
     with device.record(kinds=kinds) as recorded:
         filled.step()
     recording = recorded()

@@ -16,7 +16,7 @@ from nearkv.device import open
 from nearkv.estimate.measured import Measurement, measurements
 from nearkv.workload import Workload
 
-from .memory import step_cycles
+from .memory import rest, step_cycles
 
 _SHARED_ROWS = 512
 """Sequences of so many rows share them, which takes less to fill and the same to attend."""
@@ -58,7 +58,10 @@ def measure(
                 progress.tell(f"{config['dram']}: {work.batch * work.kv_heads} jobs of {work.rows} rows")
                 with work.fill(device, shared=work.batch > 1 and work.rows >= _SHARED_ROWS) as filled:
                     filled.step()
-                    steps = [step_cycles(device, filled, work) for _ in range(measurement.steps)]
+                    steps = []
+                    for _ in range(measurement.steps):
+                        rest(device)
+                        steps.append(step_cycles(device, filled, work))
                 yield Again(measurement, round(sum(steps) / len(steps)))
 
 

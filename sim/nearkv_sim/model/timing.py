@@ -4,7 +4,7 @@ A batch begins with its first query's way to the units and ends with the last jo
 things run at once, each over all passes of the batch, and the slowest sets the pace:
 
 - *memory*: a slice's K and V lines, rows opened for them, and the host side's queries and results, whose
-  writes turn the bus. Refresh stretches this.
+  writes turn the bus. Refresh stretches this, once no more refreshes may be owed.
 - *issue*: a unit takes a line per cycle, and reads its sums in places in which no V line enters.
 - *results*: the partial results of a pass go through one merge.
 
@@ -134,16 +134,19 @@ class Cycles:
         return max(parts, key=lambda name: getattr(self, name))
 
 
-def batch(config: DeviceConfig, works: Iterable[Work], *, host_share: float = 0.0) -> Cycles:
+def batch(
+    config: DeviceConfig, works: Iterable[Work], *, host_share: float = 0.0, rested: bool = True
+) -> Cycles:
     """The cycles of a batch of jobs, from one doorbell to the last completion.
 
-    The mean over when refreshes fall: a job that is shorter than the interval between them meets one or none.
+    The mean over when refreshes fall due.
 
     Parameters
     ----------
     config : of the device, with units.
     works : the jobs, in their order.
     host_share : lines per cycle and slice that the host wants of the memory meanwhile, 0 to 1.
+    rested : whether the memory has had time to make up for refreshes; else as many are owed as may be.
 
     Raises
     ------
@@ -181,8 +184,8 @@ def batch(config: DeviceConfig, works: Iterable[Work], *, host_share: float = 0.
     busy = float(lines.max()) * (1 + _opening(config)) + _fabric(config, reads / slices, writes / slices)
     busy += SUMS_EXPOSED * sums_read
     return Cycles(
-        start=(first.passes[0] * first.query_lines + start_cycles(config)) / _refresh_share(config),
-        memory=busy / _units_share(config, host_share),
+        start=first.passes[0] * first.query_lines + start_cycles(config),
+        memory=_refreshed(config, busy / _units_part(config, host_share), rested=rested),
         issue=float(issue.max()),
         results=beats,
         drain=drain,
@@ -206,12 +209,14 @@ def _last_passes(jobs: list[Work]) -> list[tuple[int, Work]]:
 def call(config: DeviceConfig, work: Work, *, host_share: float = 0.0) -> float:
     """Cycles of equal jobs that the driver posts as batches of a ring's slots, one after the other."""
     full, rest = divmod(work.count, config.ring_slots)
-    counts = [(config.ring_slots, full), (rest, 1)]
-    return sum(
-        times * batch(config, [replace(work, count=count)], host_share=host_share).total
-        for count, times in counts
-        if count and times
-    )
+    counts = [(config.ring_slots, min(full, 1)), (config.ring_slots, full - 1), (rest, 1)]
+    total, rested = 0.0, True
+    for count, times in counts:
+        if count and times > 0:
+            work_of = replace(work, count=count)
+            total += times * batch(config, [work_of], host_share=host_share, rested=rested).total
+            rested = False
+    return total
 
 
 def start_cycles(config: DeviceConfig) -> float:
@@ -344,16 +349,20 @@ def _fabric(config: DeviceConfig, reads: float, writes: float) -> float:
     return reads + writes * per_write + turns * lost_frames * part.subchannels
 
 
-def _refresh_share(config: DeviceConfig) -> float:
-    """Share of the time that refresh leaves."""
+def _refreshed(config: DeviceConfig, busy: float, *, rested: bool) -> float:
+    """Cycles in which a memory that refreshes is busy for so many."""
     part = PARTS.get(config.dram)
-    return 1.0 if part is None else ceiling(part, config.density_gbit, config.refresh)
+    if part is None:
+        return busy
+    best = ceiling(part, config.density_gbit, config.refresh)
+    frames = part.frames(config.density_gbit, config.refresh)
+    interval = frames.refresh_interval * part.subchannels
+    owed = (frames.postponed - 1) * (1 - best) * interval if rested else 0.0
+    return max(busy, (busy - owed) / best)
 
 
-def _units_share(config: DeviceConfig, host_share: float) -> float:
-    """Share of the time that a unit's memory works for it beside so much traffic of the host."""
-    best = _refresh_share(config)
-    if host_share == 0:
-        return best
-    kept = best * (1 - config.fabric_share / 16)
-    return max(kept, best - HOST_LINE_CYCLES * host_share)
+def _units_part(config: DeviceConfig, host_share: float) -> float:
+    """Share of a memory's busy time that is a unit's beside so much traffic of the host."""
+    part = PARTS.get(config.dram)
+    best = 1.0 if part is None else ceiling(part, config.density_gbit, config.refresh)
+    return max(1 - config.fabric_share / 16, 1 - HOST_LINE_CYCLES * host_share / best)
