@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from nearkv_hw.abi import DeviceConfig
 from nearkv_hw.abi.config import Placement
-from nearkv_hw.abi.dram import PARTS, Dram, address, ceiling
+from nearkv_hw.abi.dram import PARTS, Dram, Place, address, ceiling
 from nearkv_sim.events import ALL, EventKind, Recording
 from nearkv_sim.trace import Job, stages_of
 
@@ -301,14 +301,20 @@ def _first_read(recording: Recording, job: Job, config: DeviceConfig) -> int:
                 continue
             place = address(PARTS[config.dram], int(request["a"]))
             commands = recording.of(f"dram.{n}.{place.subchannel}")
-            reads = commands[
-                np.isin(commands["kind"], [EventKind.READ])
-                & (commands["a"] == place.bank)
-                & (commands["b"] == place.column)
-                & (commands["cycle"] >= request["cycle"])
-            ]
-            firsts.append(int(reads["cycle"][0]))
+            firsts.append(_read_of(commands, place, after=int(request["cycle"])))
     return min(firsts)
+
+
+def _read_of(commands: np.ndarray[Any, Any], place: Place, *, after: int) -> int:
+    """The cycle of the first read of a place; a row that was open before the recording may be any."""
+    of_bank = commands[commands["a"] == place.bank]
+    opened = place.row
+    for kind, value, cycle in zip(of_bank["kind"], of_bank["b"], of_bank["cycle"], strict=True):
+        if kind == EventKind.ACTIVATE:
+            opened = int(value)
+        elif kind == EventKind.READ and value == place.column and opened == place.row and cycle >= after:
+            return int(cycle)
+    raise NearkvError("the recording has no read of the first K row")
 
 
 def _result(figure: Figure, config: DeviceConfig) -> dict[str, Any]:
