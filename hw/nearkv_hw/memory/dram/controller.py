@@ -232,6 +232,8 @@ class DramController(wiring.Component):
             read_selector.others.eq(write_selector.wanted),
             read_selector.favour_unit.eq(shares.favour_unit),
             read_selector.first_unit.eq(shares.first_unit),
+            read_selector.may_yield.eq(shares.may_yield),
+            shares.yields.eq(read_selector.yields),
             write_selector.active.eq(drain.writing),
             write_selector.prepare.eq(drain.soon),
             write_selector.others.eq(read_selector.wanted),

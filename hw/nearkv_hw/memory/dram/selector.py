@@ -14,8 +14,8 @@ from .queue import entry_layout, moved
 PATIENCE_FRAMES = 64
 """How long the oldest entry lets others use the bank's row that it would close."""
 GRACE_FRAMES = 32
-"""How long the favoured client leaves a row alone that the other one hits: single lines that open rows cost a
-stream less when it comes between two of the stream's own rows."""
+"""How long the fabric, though favoured, leaves a row alone that the unit hits: a line of another row costs a
+stream less between two of the stream's own rows."""
 KEPT_FRAMES = 4
 """How long a row that was hit stays open for more, where only the client that is not favoured wants another:
 as long as it takes until an access follows one that left, so that a stream does not lose its row between two.
@@ -58,6 +58,8 @@ class Selector(wiring.Component):
         `collect`.
     commands : In(Commands), crowded : In(1) : deciding ahead: the frame's before, and what `Banks` says.
     active : In(1) : the queue has the bus. prepare : In(1) : it has not, but may prepare.
+    may_yield : In(1) : the fabric, favoured, may leave rows to the unit. yields : Out(1) : it does, as of the
+        frame before.
     favour_unit : In(1) : the unit is the favoured client. first_unit : In(1) : of entries that may go, the
         unit's come first.
     columns, activates, precharges : In(banks) : banks in which the rules and refresh allow each command, in
@@ -95,9 +97,10 @@ class Selector(wiring.Component):
                 "arrives_unit": In(1),
                 "commands": In(Commands(part=part, density_gbit=density_gbit)),
                 "crowded": In(1),
-                **{name: In(1) for name in ("active", "prepare", "favour_unit", "first_unit")},
+                **{name: In(1) for name in ("active", "prepare", "may_yield", "favour_unit", "first_unit")},
                 **{name: In(banks) for name in ("columns", "activates", "precharges", "others")},
                 "wanted": Out(banks),
+                "yields": Out(1),
                 "column": Out(1),
                 "column_place": Out(place),
                 "column_slot": Out(layout["slot"].shape),
@@ -173,8 +176,10 @@ class Selector(wiring.Component):
         waited = Signal(range(PATIENCE_FRAMES + 1))
         urgent_favoured = Signal()  # the oldest entry insists, and is favoured
         insisted = Signal(banks)  # its bank, if it wants another row
-        insists = Signal()
-        m.d.comb += insists.eq((waited == PATIENCE_FRAMES) & ~self.leave[0] & ~self.hits[0] & ~self.closes[0])
+        insists, yields = Signal(), Signal()
+        m.d.comb += insists.eq(
+            (waited == PATIENCE_FRAMES) & ~yields & ~self.leave[0] & ~self.hits[0] & ~self.closes[0]
+        )
         with m.If(self.collect):
             m.d.sync += [
                 insisted.eq(wanted[0] & insists.replicate(banks)),
@@ -186,18 +191,23 @@ class Selector(wiring.Component):
                 m.d.sync += waited.eq(waited + 1)
         taken = ~Const(0, banks)
         if self.shared:
-            taken = self._taken(m, hit_any & ~hit_favoured, missed_favoured)
+            taken = self._taken(m, hit_any & ~hit_favoured, missed_favoured, yields)
             hit_any = hit_any | self._lately(m, hit_any)
         return hit_any, hit_favoured, missed_favoured, taken, favour_unit, insisted, urgent_favoured
 
-    def _taken(self, m, hit_other, missed_favoured):
-        """Banks that the favoured client wants another row of, and need not leave to the other for longer."""
-        waited, over = Signal(range(GRACE_FRAMES + 1)), Signal()
-        m.d.comb += over.eq(waited == GRACE_FRAMES)
+    def _taken(self, m, hit_other, missed_favoured, yields):
+        """Banks that the favoured client wants another row of, and does not leave to the other one."""
+        waited, over, waits = Signal(range(GRACE_FRAMES + 1)), Signal(), Signal()
+        m.d.comb += [
+            over.eq((waited == GRACE_FRAMES) | ~self.may_yield | self.favour_unit),
+            waits.eq((hit_other & missed_favoured).any()),
+            yields.eq(waits & ~over),
+        ]
         with m.If(self.tick):
-            with m.If(~(hit_other & missed_favoured).any() | (over & self.precharge)):
+            m.d.sync += self.yields.eq(yields)
+            with m.If(~waits):
                 m.d.sync += waited.eq(0)
-            with m.Elif(~over):
+            with m.Elif(yields):
                 m.d.sync += waited.eq(waited + 1)
         return missed_favoured & (over.replicate(self.part.banks) | ~hit_other)
 

@@ -28,6 +28,7 @@ class Shares(wiring.Component):
     turn is counted from its first one: what lies before (the end of writes, the other's rows closed and its
     own opened), like what the fabric's turn took too long, is taken off the fabric's next turns, if need be
     all of one. Without a share the fabric still has `LEAST_FRAMES` a turn, so that it never waits for ever.
+    Frames in which the fabric, favoured, leaves a row to the unit are an advance on the unit's next turn.
 
     Column commands of entries that are ready alternate more finely, so that few accesses of one client never
     wait for many of the other's: `first_unit` says whom they belong to, by what each had of late.
@@ -42,6 +43,8 @@ class Shares(wiring.Component):
     unit_wants, fabric_wants : In(1) : the client has accesses that wait.
     pause : In(1) : a frame that counts for nobody (refresh).
     unit_column, fabric_column : In(1) : the frame has a column command of the client.
+    yields : In(1) : the fabric is favoured and leaves a row to the unit.
+    may_yield : Out(1) : it may, as long as something is left of the unit's next turn.
     favour_unit : Out(1) : the unit is favoured, by what was wanted in the cycle before. A client that wants
         alone always is.
     first_unit : Out(1) : the unit's column commands come first.
@@ -62,9 +65,10 @@ class Shares(wiring.Component):
                         "pause",
                         "unit_column",
                         "fabric_column",
+                        "yields",
                     )
                 },
-                **{name: Out(1) for name in ("favour_unit", "first_unit", "holds_writes")},
+                **{name: Out(1) for name in ("favour_unit", "first_unit", "holds_writes", "may_yield")},
             }
         )
 
@@ -80,9 +84,13 @@ class Shares(wiring.Component):
         m.d.sync += both.eq(self.unit_wants & self.fabric_wants & ~self.pause)
         m.d.comb += serves.eq(Mux(unit_turn, self.unit_column, self.fabric_column))
         whole = max(fabric * TURN_FRAMES, LEAST_FRAMES)
+        units = Signal(range(longest + 1), init=longest - whole)  # frames of the unit's next turn
+        m.d.comb += self.may_yield.eq(units != 0)
         with m.If(self.tick & both):
             m.d.sync += served.eq(served | serves)
-            with m.If(~served & ~serves & (unit_turn | (left == 0))):
+            with m.If(self.yields & ~unit_turn & (units != 0)):
+                m.d.sync += units.eq(units - 1)
+            with m.Elif(~served & ~serves & (unit_turn | (left == 0))):
                 m.d.sync += lead.eq(Mux(lead == longest - 1, lead, lead + 1))
             with m.Elif(left != 0):
                 m.d.sync += left.eq(left - 1)
@@ -92,8 +100,9 @@ class Shares(wiring.Component):
                 m.d.sync += [
                     unit_turn.eq(~unit_turn),
                     served.eq(0),
-                    left.eq(Mux(unit_turn, whole - lead, longest - whole)),
+                    left.eq(Mux(unit_turn, whole - lead, units)),
                     lead.eq(Mux(unit_turn, 0, lead)),
+                    units.eq(longest - whole),
                 ]
         m.d.sync += self.favour_unit.eq(self.unit_wants & (~self.fabric_wants | unit_turn))
         m.d.comb += self.holds_writes.eq(self.favour_unit & (self.first_unit | (unit_turn & ~served)))
