@@ -15,12 +15,13 @@ import importlib
 import inspect
 import itertools
 import re
+from operator import attrgetter
 
 from nearkv.estimate import CONFIGS, FORMATS, GPUS, Value, energy, model, setup
 from nearkv.estimate.measured import errors, measurements
 from nearkv.estimate.published import comparisons
 from nearkv_hw.abi import LINE_BYTES, PRESETS, window
-from nearkv_hw.abi.dram import MEANINGS, PARTS, Dram, Refresh, ceiling
+from nearkv_hw.abi.dram import MEANINGS, PARTS, Dram, FrameTimings, LateTimings, Refresh, ceiling
 from nearkv_hw.abi.link import RATES, lines_per_cycle, ports
 
 DIRECTIVE = re.compile(
@@ -151,11 +152,18 @@ def _frames(*_):
         "| distance, frames | " + " | ".join(part.dram.name for part in parts) + " |",
         "|---" + "|---:" * len(columns) + "|",
     ]
+    names = [field.name for field in dataclasses.fields(FrameTimings) if field.name != "late"]
+    late = [f"late.{field.name}" for field in dataclasses.fields(LateTimings)]
     rows += [
-        f"| `{field.name}` | " + " | ".join(str(getattr(column, field.name)) for column in columns) + " |"
-        for field in dataclasses.fields(columns[0])
+        f"| `{name}` | " + " | ".join(_distance(column, name) for column in columns) + " |"
+        for name in (*names, *late)
     ]
     return "\n".join(rows)
+
+
+def _distance(timings, name):
+    """One of a part's distances; of a late activate only where there are any."""
+    return "" if name.startswith("late.") and not timings.late else str(attrgetter(name)(timings))
 
 
 def _links(*_):

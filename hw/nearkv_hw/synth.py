@@ -55,15 +55,15 @@ module nearkv_dram #(
     input clk, input rst, input odd, input column_valid, input column_write,
     input [BANK_BITS-1:0] column_bank, input [COLUMN_BITS-1:0] column_column,
     input [511:0] write_data, input [63:0] write_check,
-    input write_poison, input activate_valid, input [BANK_BITS-1:0] activate_bank,
+    input write_poison, input activate_valid, input activate_late, input [BANK_BITS-1:0] activate_bank,
     input [ROW_BITS-1:0] activate_row, input precharge_valid, input precharge_all,
     input [BANK_BITS-1:0] precharge_bank, input refresh_valid, input refresh_all,
     input [SET_BITS-1:0] refresh_set, output reg read_valid, output reg [511:0] read_data,
     output reg [63:0] read_check, output reg read_poison);
   reg [63:0] told; reg [576:0] held;
   always @(posedge clk) begin
-    told <= {odd, column_column, column_bank, activate_valid, activate_bank, activate_row, precharge_valid,
-      precharge_all, precharge_bank, refresh_valid, refresh_all, refresh_set};
+    told <= {odd, column_column, column_bank, activate_valid, activate_late, activate_bank, activate_row,
+      precharge_valid, precharge_all, precharge_bank, refresh_valid, refresh_all, refresh_set};
     if (column_valid & column_write) held <= {write_data, write_check, write_poison};
     read_valid <= column_valid & ~column_write;
     {read_data, read_check, read_poison} <= held ^ {9{told}};

@@ -2,8 +2,8 @@
 // test_dram_model.py. Input, a line each: a case. Output, a line each: what was broken, or nothing.
 //
 // A case: the rules, then after a semicolon each its commands, told at a device cycle: "ACT cycle odd bank row",
-// "PRE cycle odd bank" (bank -1: all), "REF cycle odd set" (set -1: all), "RD cycle odd bank column",
-// "WR cycle odd bank column".
+// "ACT_LATE cycle odd bank row", "PRE cycle odd bank" (bank -1: all), "REF cycle odd set" (set -1: all),
+// "RD cycle odd bank column", "WR cycle odd bank column".
 #include <array>
 #include <cstdint>
 #include <cstdio>
@@ -23,8 +23,8 @@ void carry_out(nearkv::Dram& dram, const std::string& text) {
     const bool all = where < 0;
     const auto first = all ? 0 : static_cast<unsigned>(where);
     const auto second = static_cast<unsigned>(which);
-    if (command == "ACT") {
-        dram.activate(cycle, odd != 0, first, second);
+    if (command == "ACT" || command == "ACT_LATE") {
+        dram.activate(cycle, odd != 0, command == "ACT_LATE", first, second);
     } else if (command == "PRE") {
         dram.precharge(cycle, odd != 0, all, first);
     } else if (command == "REF") {

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
-from .dram_frames import FrameTimings, Slot, Slots
+from .dram_frames import FrameTimings, LateTimings, Slot, Slots
 from .dram_values import DENSITIES, MEANINGS, TIMINGS, Density, Dram, Refresh, Value
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Dram",
     "DramPart",
     "FrameTimings",
+    "LateTimings",
     "Place",
     "Refresh",
     "Slot",
@@ -197,6 +198,7 @@ class DramPart:
             **slots,
             "column_takes": self.slots.column.takes[-1] + 1,
             "activate_second": self.slots.activate.takes[-1],
+            "activate_late": self.slots.late_tck,
             "second_burst": self.bursts[-1],
             "burst_commands": self.burst_commands,
             "separate_buses": int(self.separate_buses),
@@ -238,6 +240,7 @@ def _frames(part: DramPart, density_gbit: int, refresh: Refresh) -> FrameTimings
     row = part.slots.activate.cycle * part.tck_per_cycle
     column = tuple(part.slots.column.acts(odd) for odd in (0, 1))
     activate = tuple(row + part.slots.activate.acts(odd) for odd in (0, 1))
+    late = tuple(at + part.slots.late_tck for at in activate)
     precharge = tuple(row + part.slots.precharge.acts(odd) for odd in (0, 1))
     last_burst = tuple(at + bursts[-1] for at in column)
 
@@ -275,7 +278,7 @@ def _frames(part: DramPart, density_gbit: int, refresh: Refresh) -> FrameTimings
         interval, to_other, to_refresh = n("REFI"), apart(precharge, activate, rfc), rfc
     else:
         interval, to_refresh = n("REFI_SET"), rules["REF_REF"]
-        to_other = max(apart(precharge, activate, n("REF_ACT")), apart(activate, precharge, n("REF_ACT")))
+        to_other = max(apart(precharge, activate, n("REF_ACT")), apart(late, precharge, n("REF_ACT")))
     return FrameTimings(
         activate_to_column=apart(activate, column, rcd),
         column_to_precharge_read=apart(last_burst, precharge, n("RTP")),
@@ -285,7 +288,7 @@ def _frames(part: DramPart, density_gbit: int, refresh: Refresh) -> FrameTimings
         precharge_to_activate=apart(precharge, activate, n("RP")),
         activate_other_group=apart(activate, activate, n("RRD_S")),
         activate_same_group=apart(activate, activate, n("RRD_L")),
-        four_activates=apart(activate, activate, n("FAW")),
+        four_activates=apart(late, activate, n("FAW")),
         column_other_group=columns(n("CCD_S")),
         column_same_group=columns(n("CCD_L")),
         column_same_group_write=columns(n("CCD_L_WR")),
@@ -300,6 +303,16 @@ def _frames(part: DramPart, density_gbit: int, refresh: Refresh) -> FrameTimings
         refresh_sets=part.refresh_sets(refresh),
         postponed=n("POSTPONED"),
         read_cycles=-(-(max(last_burst) + n("CL") + n("BL")) // part.tck_per_cycle),
+        late=LateTimings(
+            activate_to_column=apart(late, column, rcd),
+            activate_to_precharge=apart(late, precharge, n("RAS")),
+            activate_to_activate=apart(late, activate, n("RC")),
+            activate_other_group=apart(late, activate, n("RRD_S")),
+            activate_same_group=apart(late, activate, n("RRD_L")),
+            four_activates=apart(activate, late, n("FAW")),
+        )
+        if part.slots.late_tck
+        else None,
     )
 
 
@@ -437,9 +450,14 @@ PARTS: dict[Dram, DramPart] = {
             burst_commands=1,  # BL32: one command, two halves of 16 with a gap that another bank group fills
             separate_buses=False,
             default_density=32,
-            # The two halves of an activate take the odd tCK of a frame; the even ones that the column
-            # commands leave are the precharges'.
-            slots=Slots(column=Slot(0, 4, 6), precharge=Slot(1, 5, 3), activate=Slot(1, 0, 0, takes=(0, 2))),
+            # The two halves of an activate take the odd tCK of a frame, or, where it is late, the second one
+            # and the next frame's first; the even ones that the column commands leave are the precharges'.
+            slots=Slots(
+                column=Slot(0, 4, 6),
+                precharge=Slot(1, 5, 3),
+                activate=Slot(1, 0, 0, takes=(0, 2)),
+                late_tck=2,
+            ),
         ),
         DramPart(
             dram=Dram.HBM3_6400,

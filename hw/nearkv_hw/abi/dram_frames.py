@@ -35,11 +35,33 @@ class Slots:
     column : of a read or write of a line.
     precharge : of a precharge, of one bank or all, and of a refresh.
     activate : of an activate.
+    late_tck : how much later than in its place an activate may be; 0 if never. Where the window of four
+        activates is no whole number of frames, this half of one makes up for it.
     """
 
     column: Slot
     precharge: Slot
     activate: Slot
+    late_tck: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateTimings:
+    """What is different where an activate is late by `Slots.late_tck`.
+
+    Parameters
+    ----------
+    activate_to_column, activate_to_precharge, activate_to_activate : from a late one, as in `FrameTimings`.
+    activate_other_group, activate_same_group : from a late one to one that is not.
+    four_activates : the fifth of five activates, a late one, after the first, which is not.
+    """
+
+    activate_to_column: int
+    activate_to_precharge: int
+    activate_to_activate: int
+    activate_other_group: int
+    activate_same_group: int
+    four_activates: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +69,8 @@ class FrameTimings:
     """A part's rules for a controller that decides once per frame.
 
     All are distances in frames between the frames of two commands, except where the name says otherwise; a
-    larger distance is allowed, too.
+    larger distance is allowed, too. What follows a late activate keeps those of `late` instead; what comes
+    before one keeps the distances here, and those of two late ones are as of two that are not.
 
     Parameters
     ----------
@@ -68,6 +91,7 @@ class FrameTimings:
     refresh_sets : 1 with `Refresh.ALL_BANK`, else the number of sets.
     postponed : refreshes (of each set) that may be owed.
     read_cycles : device cycles from the cycle in which a read is told to the cycle that shows its line.
+    late : distances where an activate is late; None where none ever is.
     """
 
     activate_to_column: int
@@ -93,3 +117,4 @@ class FrameTimings:
     refresh_sets: int
     postponed: int
     read_cycles: int
+    late: LateTimings | None

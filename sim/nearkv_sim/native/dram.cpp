@@ -37,10 +37,10 @@ DramRules::DramRules(std::string_view text) {
         {"REF_ACT", &ref_act}, {"REF_REF", &ref_ref}, {"RFC", &rfc}, {"RFC_SET", &rfc_set}, {"POSTPONED", &postponed},
         {"column_even", &column[0]}, {"column_odd", &column[1]}, {"precharge_even", &precharge[0]},
         {"precharge_odd", &precharge[1]}, {"activate_even", &activate[0]}, {"activate_odd", &activate[1]},
-        {"column_takes", &column_takes}, {"activate_second", &activate_second}, {"second_burst", &second_burst},
-        {"burst_commands", &burst_commands}, {"separate_buses", &separate_buses}, {"tck_per_cycle", &tck_per_cycle},
-        {"bank_groups", &bank_groups}, {"banks", &banks}, {"rows", &rows}, {"row_lines", &row_lines}, {"sets", &sets},
-        {"set_high", &set_high}, {"per_bank", &per_bank},
+        {"column_takes", &column_takes}, {"activate_second", &activate_second}, {"activate_late", &activate_late},
+        {"second_burst", &second_burst}, {"burst_commands", &burst_commands}, {"separate_buses", &separate_buses},
+        {"tck_per_cycle", &tck_per_cycle}, {"bank_groups", &bank_groups}, {"banks", &banks}, {"rows", &rows},
+        {"row_lines", &row_lines}, {"sets", &sets}, {"set_high", &set_high}, {"per_bank", &per_bank},
     };
     while (!text.empty()) {
         const std::string_view word = text.substr(0, text.find(' '));
@@ -86,9 +86,9 @@ Dram::~Dram() {
     all.erase(std::find(all.begin(), all.end(), this));
 }
 
-void Dram::activate(std::int64_t cycle, bool odd, unsigned bank, unsigned row) {
+void Dram::activate(std::int64_t cycle, bool odd, bool late, unsigned bank, unsigned row) {
     record(EventKind::kActivate, bank, row);
-    const std::int64_t first = cycle * rules_.tck_per_cycle + rules_.activate[odd];
+    const std::int64_t first = cycle * rules_.tck_per_cycle + rules_.activate[odd] + (late ? rules_.activate_late : 0);
     const Mark now{first + rules_.activate_second, "ACT", static_cast<int>(bank)};
     take_bus(0, first, now);
     take_bus(0, now.tck, now);
@@ -316,9 +316,10 @@ void nearkv_dram_reset(void* dram) { static_cast<nearkv::Dram*>(dram)->reset(); 
 
 void nearkv_dram_close(void* dram) { delete static_cast<nearkv::Dram*>(dram); }
 
-unsigned char nearkv_dram_activate(void* box, long long cycle, unsigned char odd, unsigned bank, unsigned row) {
+unsigned char nearkv_dram_activate(void* box, long long cycle, unsigned char odd, unsigned char late, unsigned bank,
+                                   unsigned row) {
     auto* dram = static_cast<nearkv::Dram*>(box);
-    dram->activate(cycle, odd != 0, bank, row);
+    dram->activate(cycle, odd != 0, late != 0, bank, row);
     return dram->must_stop();
 }
 

@@ -23,7 +23,7 @@ struct DramRules {
     std::int64_t ccd_s, ccd_l, ccd_l_wr, rrd_s, rrd_l, faw, wtr_s, wtr_l, rtw, ppd;
     std::int64_t refi, refi_set, ref_act, ref_ref, rfc, rfc_set, postponed;
     std::array<std::int64_t, 2> column, precharge, activate;  // first tCK on the bus, in even and odd frames
-    std::int64_t column_takes, activate_second, second_burst, burst_commands, separate_buses;
+    std::int64_t column_takes, activate_second, activate_late, second_burst, burst_commands, separate_buses;
     std::int64_t tck_per_cycle, bank_groups, banks, rows, row_lines, sets, set_high, per_bank;
 };
 
@@ -39,7 +39,8 @@ public:
 
     // Cycles start anew with closed banks; lines stay.
     void reset();
-    void activate(std::int64_t cycle, bool odd, unsigned bank, unsigned row);
+    // A late one is later than in its place by `activate_late`.
+    void activate(std::int64_t cycle, bool odd, bool late, unsigned bank, unsigned row);
     void precharge(std::int64_t cycle, bool odd, bool all, unsigned bank);
     void refresh(std::int64_t cycle, bool odd, bool all, unsigned set);
     // The line waits until it is taken; reads are taken in their order.

@@ -24,6 +24,7 @@ module nearkv_dram #(
     input  logic [           63:0] write_check,
     input  logic                   write_poison,
     input  logic                   activate_valid,
+    input  logic                   activate_late,
     input  logic [  BANK_BITS-1:0] activate_bank,
     input  logic [   ROW_BITS-1:0] activate_row,
     input  logic                   precharge_valid,
@@ -49,6 +50,7 @@ module nearkv_dram #(
     input chandle dram,
     input longint cycle,
     input bit odd,
+    input bit late,
     input int unsigned bank,
     input int unsigned row
   );
@@ -123,7 +125,9 @@ module nearkv_dram #(
       stop |= nearkv_dram_refresh(dram, cycle, odd, refresh_all, 32'(refresh_set));
     end
     if (activate_valid) begin
-      stop |= nearkv_dram_activate(dram, cycle, odd, 32'(activate_bank), 32'(activate_row));
+      stop |= nearkv_dram_activate(
+          dram, cycle, odd, activate_late, 32'(activate_bank), 32'(activate_row)
+      );
     end
     if (column_valid) begin
       if (column_write) begin

@@ -86,6 +86,16 @@ def test_ddr5_6400_in_frames():
     assert part.frames(16, Refresh.PER_BANK).refresh_interval == 1560 // 8
 
 
+def test_late_activates_make_a_window_whole():
+    """Five activates from one in its place to a late one, and four more to the next one in its place."""
+    part = PARTS[Dram.LPDDR5X_8533]
+    frames = part.frames(32, Refresh.ALL_BANK)
+    assert part.frame_tck * (frames.late.four_activates + frames.four_activates) == 2 * part.n("FAW")
+    assert [
+        dram for dram, part in PARTS.items() if part.frames(part.default_density, Refresh.ALL_BANK).late
+    ] == [Dram.LPDDR5X_8533]
+
+
 @every_part
 @pytest.mark.parametrize("refresh", Refresh, ids=lambda refresh: refresh.name)
 def test_two_bank_groups_stream_a_line_per_frame(part, refresh):

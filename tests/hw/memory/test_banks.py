@@ -2,11 +2,12 @@
 """Banks and the aftermath of a frame against the part's distances: neither more nor less is allowed."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from amaranth.hdl import Module
 from amaranth.sim import Simulator
-from nearkv_hw.abi.dram import PARTS, Refresh
+from nearkv_hw.abi.dram import PARTS, Dram, Refresh
 from nearkv_hw.memory.dram.aftermath import Aftermath
 from nearkv_hw.memory.dram.banks import Banks, decides_ahead
 
@@ -41,6 +42,14 @@ def test_the_rules_allow_what_the_distances_do(dram):
     simulator.run()
 
 
+def test_late_activates_need_a_frame_that_is_long_enough():
+    part = PARTS[Dram.DDR5_6400]
+    part = replace(part, slots=replace(part.slots, late_tck=4))
+    message = "part must have at least 3 sub-channels for late activates, DDR5_6400 has 2; set late_tck to 0"
+    with pytest.raises(ValueError, match=message):
+        Banks(part=part, density_gbit=16, refresh=Refresh.ALL_BANK)
+
+
 class Frames:
     """Random legal commands, frame by frame, and what must be allowed in each."""
 
@@ -69,6 +78,7 @@ class Frames:
             expected = {kind: self.rules.allowed(kind, frame) for kind in KINDS}
             assert not frame or allowed == expected, (frame, given)
             assert ctx.get(self.banks.closable) == expected["precharges"]
+            assert not expected["activates"] or ctx.get(self.banks.late) == self.rules.must_be_late(frame)
             given = self.rules.choose(expected, frame, self.rng)
 
     async def tell(self, ctx, given):
@@ -103,7 +113,7 @@ class Rules:
         self.open = 0
         self.rows = {}
         self.last = {}
-        self.activates = []
+        self.activates = {}  # frames, and whether they were late
 
     def after(self, frame, *rules):
         """Whether `frame` is far enough from the last of each (what, where)."""
@@ -111,13 +121,14 @@ class Rules:
 
     def allowed(self, kind, frame):
         t, vector = self.t, 0
+        room = self.has_room(frame, late=False) or self.has_room(frame, late=True)
         for bank in range(self.part.banks):
             group = bank % self.part.bank_groups
             is_open = self.open >> bank & 1
             if kind == "reads":
                 may = is_open and self.after(
                     frame,
-                    (("activate", bank), t.activate_to_column),
+                    *self.of_activates(lambda of: of.activate_to_column, bank),
                     (("read", "group", group), t.column_same_group),
                     (("read",), t.column_other_group),
                     (("write", "group", group), t.write_to_read_same_group),
@@ -126,34 +137,53 @@ class Rules:
             elif kind == "writes":
                 may = is_open and self.after(
                     frame,
-                    (("activate", bank), t.activate_to_column),
+                    *self.of_activates(lambda of: of.activate_to_column, bank),
                     (("write", "group", group), t.column_same_group_write),
                     (("write",), t.column_other_group),
                     (("read",), t.read_to_write),
                 )
             elif kind == "activates":
-                window = [f for f in self.activates if frame - f < t.four_activates]
                 may = (
                     not is_open
-                    and len(window) < 4
+                    and room
                     and self.after(
                         frame,
                         (("precharge", bank), t.precharge_to_activate),
                         (("refresh",), t.refresh),
-                        (("activate", "group", group), t.activate_same_group),
-                        (("activate",), t.activate_other_group),
+                        *self.of_activates(lambda of: of.activate_same_group, "group", group),
                     )
                 )
             else:
-                to_row_cycle = t.activate_to_activate - t.precharge_to_activate
                 may = is_open and self.after(
                     frame,
-                    (("activate", bank), max(t.activate_to_precharge, to_row_cycle)),
+                    *self.of_activates(lambda of: of.activate_to_precharge, bank),
+                    *self.of_activates(lambda of: of.activate_to_activate - t.precharge_to_activate, bank),
                     (("read", bank), t.column_to_precharge_read),
                     (("write", bank), t.column_to_precharge_write),
                 )
             vector |= bool(may) << bank
         return vector
+
+    def of_activates(self, distance, *where):
+        """The distance to the last activate there, and to the last late one."""
+        kinds = {"activate": self.t} | ({"late": self.t.late} if self.t.late else {})
+        return [((kind, *where), distance(timings)) for kind, timings in kinds.items()]
+
+    def has_room(self, frame, late):
+        """Whether an activate, late or not, is far enough from those of all banks."""
+        t = self.t
+        if late and not t.late:
+            return False
+        after_late = t.late.activate_other_group if t.late and not late else t.activate_other_group
+        window = {True: t.four_activates, False: t.late.four_activates if late else t.four_activates}
+        return (
+            self.after(frame, (("activate",), t.activate_other_group), (("late",), after_late))
+            and sum(frame - f < window[was_late] for f, was_late in self.activates.items()) < 4
+        )
+
+    def must_be_late(self, frame):
+        """Whether an activate is too early unless it is late."""
+        return not self.has_room(frame, late=False)
 
     def choose(self, allowed, frame, rng):
         """Commands of the frame; they take effect here."""
@@ -167,9 +197,12 @@ class Rules:
             self.note(frame, what, bank)
         if pick["activates"] and busy < 3 and rng.random() < 0.8:
             bank, row = rng.choice(pick["activates"]), rng.getrandbits(8)
-            given |= {"activate": 1, "activate_bank": bank, "activate_row": row}
+            late = bool(self.t.late) and (self.must_be_late(frame) or rng.random() < 0.2)
+            given |= {"activate": 1, "activate_late": late, "activate_bank": bank, "activate_row": row}
             self.note(frame, "activate", bank)
-            self.activates.append(frame)
+            if late:
+                self.note(frame, "late", bank)
+            self.activates[frame] = late
             self.rows[bank] = row
             self.open |= 1 << bank
         closes = [b for b in pick["precharges"] if b != given.get("column_bank")]

@@ -22,7 +22,7 @@ def place_layout(part, density_gbit):
 
 class Commands(wiring.Signature):
     """The commands of a frame, seen from who gives them: at most one column command, one precharge (of a
-    bank, or of all), one activate, one refresh (of the banks of `refresh_banks`).
+    bank, or of all), one activate (which may be late), one refresh (of the banks of `refresh_banks`).
 
     Parameters
     ----------
@@ -39,6 +39,7 @@ class Commands(wiring.Signature):
                 "column_write": Out(1),
                 "column_bank": Out(bank),
                 "activate": Out(1),
+                "activate_late": Out(1),
                 "activate_bank": Out(bank),
                 "activate_row": Out(row),
                 "precharge": Out(1),
@@ -68,6 +69,10 @@ class Banks(wiring.Component):
     density_gbit : its density.
     refresh : how it is refreshed.
 
+    Raises
+    ------
+    ValueError : the part has late activates, and a controller of it would decide ahead.
+
     Members
     -------
     follow : In(1) : the first cycle of a frame; `commands` take effect. tick : In(1) : its last one.
@@ -76,6 +81,8 @@ class Banks(wiring.Component):
     closable : Out(banks) : banks whose row may be closed in this frame.
     reads, writes, activates, precharges : Out(banks) : banks to which the rules allow each command in this
         frame; if the controller decides ahead, in the next one, as far as this one's commands leave it.
+    late : Out(1) : an activate of this frame must be late: the one before was, or the window of four has only
+        so much room.
     crowded : Out(1) : if the frame of `commands` has an activate, the next one must not have one.
     read_turn, write_turn : Out(1) : the data bus is free for reads, for writes, in this frame.
     column_banks, activate_banks, precharge_banks : Out(banks) : the banks of `commands`, as bits.
@@ -91,6 +98,11 @@ class Banks(wiring.Component):
     def __init__(self, *, part, density_gbit, refresh):
         self.part = part
         self.timings = part.frames(density_gbit, refresh)
+        if self.timings.late and decides_ahead(part):
+            raise ValueError(
+                f"part must have at least 3 sub-channels for late activates, {part.dram.name} has "
+                f"{part.subchannels}; set late_tck to 0"
+            )
         place = place_layout(part, density_gbit)
         self._row = place["row"].shape
         super().__init__(
@@ -101,6 +113,7 @@ class Banks(wiring.Component):
                 **{name: Out(part.banks) for name in ("open", "closable")},
                 **{name: Out(part.banks) for name in ("reads", "writes", "activates", "precharges")},
                 **{f"{name}_banks": Out(part.banks) for name in ("column", "activate", "precharge")},
+                "late": Out(1),
                 "crowded": Out(1),
                 "read_turn": Out(1),
                 "write_turn": Out(1),
@@ -156,12 +169,19 @@ class Banks(wiring.Component):
                 m.d.comb += start.eq(vector)
             return block
 
+        def after_activate(frames, vector):
+            """What activates start, and late ones: `frames` takes the distance from the timings of each."""
+            if not t.late:
+                return {"activate": (frames(t), vector)}
+            late = c.activate_late.replicate(len(vector))
+            return {"activate": (frames(t), vector & ~late), "late": (frames(t.late), vector & late)}
+
         # A closed bank waits for its activate, an open one for its first column command.
         settled = countdowns(
             "settled",
             count,
-            column=(t.activate_to_column, activated),
-            activate=(t.precharge_to_activate, precharged),
+            **after_activate(lambda of: of.activate_to_column, activated),
+            precharge=(t.precharge_to_activate, precharged),
             refresh=(t.refresh, refreshed),
         )
         closable = countdowns(
@@ -169,8 +189,8 @@ class Banks(wiring.Component):
             count,
             over_others=("read",),  # after a write
             # Opening and closing together take a row cycle.
-            row=(
-                max(t.activate_to_precharge, t.activate_to_activate - t.precharge_to_activate),
+            **after_activate(
+                lambda of: max(of.activate_to_precharge, of.activate_to_activate - t.precharge_to_activate),
                 activated,
             ),
             read=(t.column_to_precharge_read, read_bank),
@@ -188,7 +208,9 @@ class Banks(wiring.Component):
             write=(t.column_same_group_write, written_group),
         )
         group_activates = countdowns(
-            "group_activates", groups, activate=(t.activate_same_group, activated_group)
+            "group_activates",
+            groups,
+            **after_activate(lambda of: of.activate_same_group, activated_group),
         )
         bus_reads = countdowns(
             "bus_reads",
@@ -207,7 +229,7 @@ class Banks(wiring.Component):
         )
 
         # Of five activates the first and the last are a window apart: at most four in all but its last frame.
-        recent = Signal(t.four_activates - 1)
+        recent = Signal(t.four_activates - 1)  # the last frame's first
         inside = Signal(range(5))  # this frame's window
         remain = Signal(range(5))  # the next one's, without this frame
         with m.If(self.follow):
@@ -220,6 +242,17 @@ class Banks(wiring.Component):
 
         ahead = decides_ahead(self.part)
         may_activate = Signal()
+        m.d.comb += may_activate.eq((remain if ahead else inside) < 4)
+        if t.late:
+            on_time = Signal.like(recent)  # of these, the ones that were not late
+            with m.If(self.follow):
+                m.d.sync += on_time.eq(Cat(c.activate & ~c.activate_late, on_time))
+            # A late activate may be a whole window behind the first one where one in its place is not.
+            far = on_time[t.late.four_activates - 1 :].any()
+            m.d.comb += [
+                self.late.eq((inside == 4) | (recent[0] & ~on_time[0])),
+                may_activate.eq((inside < 4) | far),
+            ]
 
         def allowed(block):
             return block.soon if ahead else block.over
@@ -233,7 +266,6 @@ class Banks(wiring.Component):
             self.write_turn.eq(bus_writes.over),
             self.closable.eq(self.open & closable.over),
             self.crowded.eq(remain >= 3),
-            may_activate.eq((remain if ahead else inside) < 4),
             self.reads.eq(self.open & allowed(settled) & over_banks(group_reads) & over_banks(bus_reads)),
             self.writes.eq(self.open & allowed(settled) & over_banks(group_writes) & over_banks(bus_writes)),
             self.activates.eq(

@@ -252,6 +252,7 @@ class DramController(wiring.Component):
             commands.column_write.eq(write_selector.column),
             commands.column_bank.eq(read_selector.column_place.bank | write_selector.column_place.bank),
             commands.activate.eq(read_selector.activate | write_selector.activate),
+            commands.activate_late.eq(banks.late),
             commands.activate_bank.eq(picked("activate_bank")),
             commands.activate_row.eq(picked("activate_row")),
             commands.precharge.eq(
@@ -405,7 +406,10 @@ class DramController(wiring.Component):
             pins.column_bank.eq(told.column_bank),
             *(
                 getattr(pins, name).eq(getattr(told, name))
-                for name in ("activate_bank", "activate_row", "precharge_all", "precharge_bank")
+                for name in (
+                    *("activate_late", "activate_bank", "activate_row"),
+                    *("precharge_all", "precharge_bank"),
+                )
             ),
             pins.refresh_all.eq(self.refresh is Refresh.ALL_BANK),
             Cat(pins.write_data, pins.write_check, pins.write_poison).eq(self._lines_out.data),

@@ -29,7 +29,8 @@ class DramPins(wiring.Signature):
     odd : Out(1) : whether the frame is an odd one; frames alternate. Places on the bus depend on it.
     column_valid, column_write, column_bank, column_column : Out : read or write a line of the open row.
     write_data, write_check, write_poison : Out : the line that a write brings, told with the command.
-    activate_valid, activate_bank, activate_row : Out : open a row.
+    activate_valid, activate_late, activate_bank, activate_row : Out : open a row; later than in its place by
+        `part.slots.late_tck`.
     precharge_valid, precharge_all, precharge_bank : Out : close the row of a bank, or of all.
     refresh_valid, refresh_all, refresh_set : Out : refresh all banks, or a set of them.
     read_valid, read_data, read_check, read_poison : In : the line of a read,
@@ -55,6 +56,7 @@ class DramPins(wiring.Signature):
                 "write_check": Out(CHECK_BITS),
                 "write_poison": Out(1),
                 "activate_valid": Out(1),
+                "activate_late": Out(1),
                 "activate_bank": Out(bank_bits),
                 "activate_row": Out(ceil_log2(part.rows_of(density_gbit))),
                 "precharge_valid": Out(1),
