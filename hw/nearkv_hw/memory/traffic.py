@@ -11,8 +11,9 @@ from ..abi.lines import LINE_BYTES
 from .dram.memory import DramMemory
 from .fixed import FixedMemory
 
-SLOT_BITS = 9
-"""Reads under way, log2: more than any memory here holds, so that none is kept from its bank by order."""
+SLOT_BITS = 10
+"""Reads under way, log2: twice what any memory here holds, so that none is kept from its bank by order: slots
+are used in turn, and the oldest read may be much older than the others."""
 WRITES_AHEAD = 8
 """Writes that may be due and not yet taken before reads wait for them, so that both go on to the end."""
 COUNT_BITS = 32
