@@ -21,12 +21,11 @@ STREAM_PER_BANK = {
     Dram.HBM3_6400: 0.92,
 }
 """Share of the peak that a stream has at least when sets of banks are refreshed one after the other."""
-PAGES = {Dram.DDR5_6400: 0.98, Dram.DDR5_4800: 0.98, Dram.LPDDR5X_8533: 0.925, Dram.HBM3_6400: 0.95}
+PAGES = {Dram.DDR5_6400: 0.98, Dram.DDR5_4800: 0.98, Dram.LPDDR5X_8533: 0.97, Dram.HBM3_6400: 0.95}
 """Share of the ceiling that pages at random places have at least. What is lost are pages whose banks the page
 before them holds: one in 16 (DDR5) or 8."""
-RANDOM = {Dram.DDR5_6400: 0.97, Dram.DDR5_4800: 0.97, Dram.LPDDR5X_8533: 0.87, Dram.HBM3_6400: 0.95}
-"""Share of the closed form that random reads have at least. LPDDR5X loses to frames: its four activates need
-22 tCK and get six frames of 4."""
+RANDOM = {Dram.DDR5_6400: 0.97, Dram.DDR5_4800: 0.97, Dram.LPDDR5X_8533: 0.955, Dram.HBM3_6400: 0.95}
+"""Share of the closed form that random reads have at least."""
 
 
 @pytest.mark.rtl
@@ -112,7 +111,9 @@ async def random_reads_reach_their_limit(dut):
     bench.unit.send({"line": rng.randrange(bench.lines)} for _ in range(frames))
     share = (await bench.count(frames))["unit_lines"] / frames
     banks = bench.part.banks / t.activate_to_activate
-    in_frames = min(4 / t.four_activates, 1 / t.activate_other_group, banks)
+    # where activates may be late, windows of both lengths take turns
+    window = (t.four_activates + (t.late or t).four_activates) / 2
+    in_frames = min(4 / window, 1 / t.activate_other_group, banks)
     closed = random_fraction(bench.part)
     of_closed, of_frames = (share / limit / bench.ceiling for limit in (closed, in_frames))
     dut._log.info(f"share of the closed form {of_closed:.4f}, in frames {of_frames:.4f}")

@@ -53,7 +53,7 @@ class DramController(wiring.Component):
     tag : shape of what comes back with an answer.
     fabric_share : sixteenths of the time that belong to the fabric when both want it, 0 to 16.
     read_entries, write_entries : accesses that are looked at together, at least 8; by default 16, reads
-        of LPDDR5X 32, of HBM3 40: rows of few banks open so late that 16 do not reach far enough.
+        of LPDDR5X 56, of HBM3 40: rows of few banks open so late that 16 do not reach far enough.
 
     Members
     -------
@@ -477,4 +477,4 @@ class DramController(wiring.Component):
 
 def default_read_entries(part):
     """Reads that a controller of the part looks at together unless told otherwise."""
-    return {Dram.LPDDR5X_8533: 32, Dram.HBM3_6400: 40}.get(part.dram, 16)
+    return {Dram.LPDDR5X_8533: 56, Dram.HBM3_6400: 40}.get(part.dram, 16)
