@@ -4,6 +4,7 @@ A case is the arguments of one `nearkv.reference.decode_attention` call, as tens
 """
 
 import json
+import math
 import os
 import random
 import secrets
@@ -45,6 +46,16 @@ class Case:
         from nearkv.reference import decode_attention
 
         return decode_attention(self.q, self.k, self.v, partial=True, **self.options)
+
+    def positions(self):
+        """Positions of query rows [batch, query_rows] and of rows [batch, rows] with the case's distances."""
+        batch, rows = self.k.shape[:2]
+        query_rows = self.q.shape[1] if self.q.dim() == 4 else 1
+        query, held = (self.options.get(name) for name in ("query_positions", "row_positions"))
+        shift = query_rows if query is None else 0  # of several query rows the first may stand before row 0
+        query = torch.arange(rows, rows + query_rows) if query is None else query
+        held = torch.arange(shift, rows + shift) if held is None else held
+        return query.view(query.numel() // query_rows, query_rows).expand(batch, -1), held.expand(batch, rows)
 
     def describe(self):
         """One line for a report of a failure."""
@@ -231,11 +242,38 @@ def random_case(rng, largest=None):
     if rng.random() < 0.5:
         masks = (batch, rows) if rng.random() < 0.5 else (batch, query_rows, rows)
         options["visible"] = torch.rand(masks, generator=generator) < rng.choice((0.0, 0.5, 0.9))
+    if rng.random() < 0.3:
+        options["softcap"] = rng.choice((0.02, 5.0, 50.0, 100.0, 700.0, 1e-20))
+        options["scale"] = max(min(options["scale"], 1e15), -1e15)
+    if rng.random() < 0.3:
+        options["alibi_slopes"] = torch.tensor(
+            [rng.choice((0.0, -0.0, 0.5, -0.25, 2.0**-8, 1e-5, 1e30, 1e-40)) for _ in range(kv_heads * group)]
+        )
+    if rng.random() < 0.3:
+        options |= random_positions(rng, shape, rows)
     v_scale = None
     if rng.random() < 0.4:
         choices = (1.0, 0.0173, -3.0, 0.0, 1e-40, 1e30, torch.inf, -torch.inf, torch.nan)
         v_scale = torch.tensor([rng.choice(choices) for _ in range(kv_heads)])
     return Case(q, k, v, options, v_scale, f"{'/'.join(regimes)} specials {specials}")
+
+
+def random_positions(rng, shape, rows):
+    """Positions of query rows, and of rows or not, for a q of a shape."""
+
+    def draw(*size):
+        top = rng.choice((2 * rows + 2, 1 << 23))
+        drawn = [rng.randrange(top) for _ in range(math.prod(size))]
+        return torch.tensor(drawn, dtype=torch.int64).reshape(size)
+
+    batch, query_rows = shape[0], shape[1] if len(shape) == 4 else 1
+    one_row, shared = len(shape) == 3, rng.random() < 0.5
+    found = {
+        "query_positions": draw(*((batch,) if one_row else (query_rows,) if shared else (batch, query_rows)))
+    }
+    if rng.random() < 0.5:
+        found["row_positions"] = draw(*((rows,) if shared else (batch, rows)))
+    return found
 
 
 def random_cases(seed, count, largest=None):

@@ -6,6 +6,8 @@ no table and no algorithm with the reference, the model or the RTL.
 
 import struct
 from dataclasses import dataclass, field
+from decimal import ROUND_HALF_EVEN, Context, Decimal, localcontext
+from fractions import Fraction
 from math import isqrt
 
 W = 32
@@ -126,13 +128,13 @@ def nearest(m, e):
 
 
 def score(q, k, c):
-    """S of a row, or "nan" or "drop"."""
+    """S of a row, or "nan", "+inf" or "-inf"."""
     products = [multiply(x, y) for x, y in zip(q, k, strict=True)]
     infinities = {sign for sign, m, _ in products if m == INF}
     if any(m == NAN for _, m, _ in products) or len(infinities) == 2 or (infinities and c[1] == 0):
         return "nan"
     if infinities:
-        return "drop" if infinities.pop() ^ c[0] else "nan"
+        return "-inf" if infinities.pop() ^ c[0] else "+inf"
     state = EMPTY
     for product in products:
         state = merge(state, term(*product))
@@ -167,6 +169,67 @@ def sink_score(sink):
     return -s if sign else s
 
 
+# --- 8. Softcap
+
+
+def capped_factor(scale, cap, k_scale=1.0):
+    """c of a capped score as a float32 element."""
+    return decode("fp32", float32_code(scale / cap * 64 * k_scale))
+
+
+def cap_factor(cap):
+    """C2 as a float32 element."""
+    return decode("fp32", float32_code(cap * 1.4426950408889634))
+
+
+def tanh_node(x):
+    """The integer nearest to 2^26 tanh(x), for a fraction x."""
+    with localcontext(Context(prec=80)):
+        e = (-2 * Decimal(x.numerator) / x.denominator).exp()
+        return int((2**26 * (1 - e) / (1 + e)).to_integral_value(ROUND_HALF_EVEN))
+
+
+SEGMENTS = []  # (begin, width, t, b, c), begin and width in units of 2^-26
+for _begin, _end, _parts in ((0, 2, 64), (2, 4, 32), (4, 8, 8), (8, 16, 4)):
+    for _i in range(_begin * _parts, _end * _parts):
+        _t, _m, _u = (tanh_node(Fraction(2 * _i + half, 2 * _parts)) for half in range(3))
+        SEGMENTS.append(
+            (_i * 2**26 // _parts, 2**26 // _parts, _t, 4 * _m - 3 * _t - _u, 2 * (_t - 2 * _m + _u))
+        )
+
+
+def tanh(a):
+    """2^26 tanh(a / 2^26) for an integer a >= 0, as the contract interpolates it."""
+    if a >= 16 * 2**26:
+        return 2**26
+    begin, width, t, b, c = next(segment for segment in reversed(SEGMENTS) if segment[0] <= a)
+    s = (a - begin) * 2**20 // width
+    g = b + (c * (s // 16) + 2**15) // 2**16
+    return t + (g * s + 2**19) // 2**20
+
+
+def capped(u, cap):
+    """S of an argument U, a number or an infinity; `cap` is C2."""
+    u = {"+inf": LIMIT, "-inf": -LIMIT}.get(u, u)
+    s = nearest(tanh(abs(u)) * cap[1], cap[2] - 6)
+    return -s if u < 0 else s
+
+
+# --- 9. ALiBi
+
+
+def slope_factor(slope):
+    """A slope in base 2 as a float32 element."""
+    return decode("fp32", float32_code(slope * 1.4426950408889634))
+
+
+def biased(s, slope, distance):
+    """S with the bias of a row, `distance` its position less the query row's."""
+    bias = nearest(abs(distance) * slope[1], slope[2] + 20)
+    s += -bias if (distance < 0) ^ slope[0] else bias
+    return max(-LIMIT, min(s, LIMIT))
+
+
 # --- 5. Partial result
 
 
@@ -180,17 +243,24 @@ class Partial:
     lanes: list = field(default_factory=list)
 
 
-def attend(q, k, v, c, visible=None, sink=None, value_dim=None):
-    """The partial of one query over rows of decoded elements; `value_dim` where there are no rows."""
+def attend(q, k, v, c, visible=None, sink=None, value_dim=None, cap=None, slope=None, distances=None):
+    """The partial of one query over rows of decoded elements; `value_dim` where there are no rows.
+
+    `c` is that of section 8 where there is a `cap`.
+    """
     dim = len(v[0]) if v else value_dim
     result = Partial(EMPTY, [EMPTY] * dim, False, [set() for _ in range(dim)])
     for i, (k_row, v_row) in enumerate(zip(k, v, strict=True)):
         if visible is not None and not visible[i]:
             continue
         s = score(q, k_row, c)
-        if s == "nan":
+        if cap is not None and s != "nan":
+            s = capped(s, cap)
+        if s in ("nan", "+inf"):
             result.query_nan = True
-        elif s != "drop":
+        elif s != "-inf":
+            if slope is not None:
+                s = biased(s, slope, distances[i])
             p, n = weight(s)
             result.denominator = merge(result.denominator, term(0, p, n - 17))
             for j, (sign, m, e) in enumerate(v_row):

@@ -106,6 +106,13 @@ def picked(case, rows, sinks=True):
         options["visible"] = options["visible"][..., rows]
     if not sinks:
         options.pop("sinks", None)
+    if "alibi_slopes" in options:
+        query, held = case.positions()
+        options |= {"query_positions": query, "row_positions": held[:, rows]}
+        if case.q.dim() == 3:
+            options["query_positions"] = query[:, 0]
+    else:
+        options.pop("row_positions", None)
     return Case(case.q, case.k[:, rows], case.v[:, rows], options, case.v_scale, case.name)
 
 
@@ -221,6 +228,10 @@ def test_batch_query_rows_and_heads_change_nothing():
             options["visible"] = visible if visible.dim() == 2 else visible[:, t]
         if "sinks" in options:
             options["sinks"] = options["sinks"][head : head + 1]
+        if "alibi_slopes" in options:
+            options["alibi_slopes"] = options["alibi_slopes"][head : head + 1]
+        query, held = case.positions()
+        options |= {"query_positions": query[b : b + 1, t], "row_positions": held[b]}
         if "k_scale" in options:
             options["k_scale"] = options["k_scale"][h : h + 1]
         v_scale = None if case.v_scale is None else case.v_scale[h : h + 1]

@@ -40,7 +40,10 @@ def oracle_partials(case):
     q = codes(case.q) if case.q.dim() == 4 else codes(case.q).unsqueeze(1)
     batch, query_rows, q_heads, _ = q.shape
     group = q_heads // case.k.shape[2]
-    k_scale, sinks, visible = (case.options.get(name) for name in ("k_scale", "sinks", "visible"))
+    k_scale, sinks, visible, slopes, cap = (
+        case.options.get(name) for name in ("k_scale", "sinks", "visible", "alibi_slopes", "softcap")
+    )
+    query_positions, row_positions = case.positions()
     found = []
     for b in range(batch):
         rows = [
@@ -50,11 +53,21 @@ def oracle_partials(case):
             mask = None if visible is None else visible[b] if visible.dim() == 2 else visible[b, t]
             for head in range(q_heads):
                 h = head // group
-                c = oracle.factor(case.options["scale"], 1.0 if k_scale is None else k_scale[h].item())
+                factors = (case.options["scale"], 1.0 if k_scale is None else k_scale[h].item())
+                c = (
+                    oracle.factor(*factors)
+                    if cap is None
+                    else oracle.capped_factor(factors[0], cap, factors[1])
+                )
                 query = oracle.decode_row(FORMAT_OF[case.q.dtype], q[b, t, head].tolist())
                 sink = None if sinks is None else sinks[head].item()
                 flags = None if mask is None else mask.tolist()
-                found.append(oracle.attend(query, *rows[h], c, flags, sink, case.v.shape[3]))
+                changes = {
+                    "cap": None if cap is None else oracle.cap_factor(cap),
+                    "slope": None if slopes is None else oracle.slope_factor(slopes[head].item()),
+                    "distances": (row_positions[b] - query_positions[b, t]).tolist(),
+                }
+                found.append(oracle.attend(query, *rows[h], c, flags, sink, case.v.shape[3], **changes))
     return found
 
 

@@ -86,6 +86,41 @@ REFUSED = [
     ),
     ({"scale_block": 16}, ValueError, "scale_block and scale_format need k_scales or v_scales"),
     ({"partial": True, "return_lse": True}, ValueError, "belong to a finished result"),
+    *(
+        (
+            {"softcap": cap},
+            ValueError,
+            f"softcap must be above 0 and at most 709.78 .*, got {cap}".replace("+", "."),
+        )
+        for cap in (0, 0.0, -1.0, 1e-46, 709.79, 1e300, float("inf"), float("nan"))
+    ),
+    ({"softcap": 1e-40}, ValueError, "softcap 1e-40, give the score factor .* must be finite in float32"),
+    ({"alibi_slopes": torch.ones(2)}, ValueError, r"alibi_slopes must be \[q_heads\] = \(4,\), got \(2,\)"),
+    ({"alibi_slopes": torch.ones(4).double()}, TypeError, "alibi_slopes must be a float32 tensor"),
+    ({"alibi_slopes": torch.tensor([1.0, 0.0, 3e38, 0.0])}, ValueError, "got the slope 3"),
+    ({"alibi_slopes": torch.tensor([1.0, 0.0, torch.nan, 0.0])}, ValueError, "got the slope nan"),
+    (
+        {"query_positions": torch.ones(2)},
+        TypeError,
+        "query_positions must be int64 or int32, got torch.float32",
+    ),
+    (
+        {"query_positions": torch.ones(3).int()},
+        ValueError,
+        r"query_positions must have shape \(2,\), got \(3,\)",
+    ),
+    (
+        {"query_positions": torch.tensor([0, 1 << 23])},
+        ValueError,
+        "must be from 0 to 8388607, got 0 to 8388608",
+    ),
+    ({"query_positions": torch.tensor([0, -1])}, ValueError, "must be from 0 to 8388607, got -1 to 0"),
+    ({"row_positions": torch.arange(5)}, ValueError, "row_positions need query_positions"),
+    (
+        {"query_positions": torch.ones(2).int(), "row_positions": torch.arange(4)},
+        ValueError,
+        r"row_positions must have shape \(5,\) or \(2, 5\), got \(4,\)",
+    ),
     ({"partial": True, "v_scale": torch.ones(2)}, ValueError, "belong to a finished result"),
     ({"q": torch.ones(2, 4, 8, dtype=bf16, device="meta")}, ValueError, "k is on cpu and q on meta"),
 ]

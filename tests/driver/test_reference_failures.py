@@ -94,27 +94,25 @@ def test_b5_base_of_log_sum_exp_has_no_part_in_a_merge():
         assert finish(merge(prefix, suffix)).item() == expected
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("empty_first_split", [False, True])
-def test_b6_sink_counts_once_over_splits(empty_first_split):
+def test_b6_sink_counts_once_over_splits(empty_first_split, softcap):
+    def attend(rows, **options):
+        rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
+        return decode_attention(q, k[:, rows], v[:, rows], scale=1.0, softcap=softcap, **options)
+
     q, k = torch.zeros(1, 1, 4, dtype=bf16), torch.ones(1, 3, 1, 4, dtype=bf16)
     v, sinks = torch.ones(1, 3, 1, 2, dtype=bf16), torch.zeros(1)
-    parts = [
-        decode_attention(
-            q, k[:, i : i + 1], v[:, i : i + 1], scale=1.0, sinks=sinks if i == 0 else None, partial=True
-        )
-        for i in range(3)
-    ]
+    parts = [attend(i, sinks=sinks if i == 0 else None, partial=True) for i in range(3)]
     if empty_first_split:  # the split that has the sink has no row, as a window leaves it
         hidden = torch.zeros(1, 1).bool()
-        parts.insert(
-            0, decode_attention(q, k[:, :1], v[:, :1], scale=1.0, sinks=sinks, visible=hidden, partial=True)
-        )
-        parts[1] = decode_attention(q, k[:, :1], v[:, :1], scale=1.0, partial=True)
+        parts.insert(0, attend(0, sinks=sinks, visible=hidden, partial=True))
+        parts[1] = attend(0, partial=True)
     whole = parts[0]
     for part in parts[1:]:
         whole = merge(whole, part)
     assert finish(whole).flatten().tolist() == [0.75, 0.75]
-    assert torch.equal(finish(whole), decode_attention(q, k, v, scale=1.0, sinks=sinks))
+    assert torch.equal(finish(whole), attend(slice(None), sinks=sinks))
 
 
 def test_b7_sink_counts_with_narrow_formats():
@@ -196,6 +194,17 @@ def test_d5_values_at_the_edge_of_fp16():
     q = torch.zeros(1, 1, 2, dtype=torch.float16)
     result = decode_attention(q, torch.ones_like(v), v, scale=1.0, out_dtype=torch.float16)
     assert result.flatten().tolist() == [60000.0, 60000.0]
+
+
+def test_d7_softcap_comes_after_the_scale_and_before_the_mask():
+    q, k = torch.full((1, 1, 1), 20.0, dtype=bf16), torch.ones(1, 2, 1, 1, dtype=bf16)
+    options = {"scale": 0.5, "softcap": 2.0, "visible": torch.tensor([[True, False]]), "return_lse": True}
+    out, lse = decode_attention(q, k, k, **options)
+    assert out.item() == 1.0
+    assert abs(lse.item() - 1.99982) < 1e-5
+    none = decode_attention(q, k, k, **options | {"visible": torch.zeros(1, 2).bool()})
+    assert plus_zero(none[0])
+    assert none[1].item() == -torch.inf
 
 
 def test_d9_scales_per_head_are_used_once_each():

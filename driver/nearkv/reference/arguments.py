@@ -9,8 +9,11 @@ from nearkv_hw.abi.formats import ELEMENT_FORMATS, QUERY_FORMATS, SCALE_BLOCKS, 
 from nearkv_hw.abi.numerics import MAX_ROWS
 from torch import Tensor
 
+from nearkv.reference.alibi import alibi_bits
 from nearkv.reference.elements import VALUE_FORMATS, Elements, decode, scaled
+from nearkv.reference.positions import Positions, checked_positions
 from nearkv.reference.score import score_factor
+from nearkv.reference.softcap import softcap_bits
 
 SCALED_BITS = 8
 """Formats of at most this many bits may carry scales."""
@@ -59,6 +62,9 @@ class Attention:
     factors : int32 [Hkv], float32 codes of the score's factor c.
     visible : bool [B, 1 or T, rows], or None.
     sinks : float32 [Hq], or None.
+    softcap : float32 bits of C2, or None.
+    slopes : int32 [Hq], float32 codes of the ALiBi slopes in base 2, or None.
+    positions : of query rows and rows.
     """
 
     q: Tensor
@@ -68,6 +74,9 @@ class Attention:
     factors: Tensor
     visible: Tensor | None
     sinks: Tensor | None
+    softcap: int | None
+    slopes: Tensor | None
+    positions: Positions
 
     @property
     def rows(self) -> int:
@@ -96,10 +105,23 @@ def check(
     scale_format: str | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    query_positions: Tensor | None,
+    row_positions: Tensor | None,
 ) -> Attention:
     """The call in one form; ValueError or TypeError that says what was given and what is allowed."""
     _check_devices(
-        q=q, k=k, v=v, visible=visible, sinks=sinks, k_scales=k_scales, v_scales=v_scales, v_scale=v_scale
+        q=q,
+        k=k,
+        v=v,
+        visible=visible,
+        sinks=sinks,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        v_scale=v_scale,
+        query_positions=query_positions,
+        row_positions=row_positions,
     )
     if q.dim() not in (3, 4):
         raise ValueError(
@@ -116,15 +138,19 @@ def check(
     _check_shapes(rows, k, v)
     for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
         if factor is not None:
-            _check_per_head(name, factor, k.shape[2])
+            _check_per_head(name, factor, k.shape[2], "kv_heads")
+    cap = None if softcap is None else softcap_bits(softcap)
     return Attention(
         q=rows.detach().view(torch.int16),
         q_format=QUERY_FORMATS[VALUE_FORMATS[q.dtype]],
         k=k_rows,
         v=v_rows,
-        factors=_factors(scale, k_scale, k.shape[2]).to(q.device),
+        factors=_factors(scale, k_scale, softcap, k.shape[2]).to(q.device),
         visible=None if visible is None else _checked_visible(visible, rows, k),
         sinks=None if sinks is None else _checked_sinks(sinks, rows.shape[2]),
+        softcap=cap,
+        slopes=None if alibi_slopes is None else _slopes(alibi_slopes, rows.shape[2]).to(q.device),
+        positions=checked_positions(q, k.shape[1], query_positions, row_positions),
     )
 
 
@@ -218,21 +244,32 @@ def _codes(name: str, tensor: Tensor, form: Format) -> Tensor:
     return tensor
 
 
-def _factors(scale: float, k_scale: Tensor | None, kv_heads: int) -> Tensor:
+def _factors(scale: float, k_scale: Tensor | None, softcap: float | None, kv_heads: int) -> Tensor:
     """The score's factor per KV head, int32 codes on the CPU."""
     if k_scale is None:
-        codes = [score_factor(scale)] * kv_heads
+        codes = [score_factor(scale, softcap=softcap)] * kv_heads
     else:
-        codes = [score_factor(scale, factor) for factor in k_scale.tolist()]
+        codes = [score_factor(scale, factor, softcap=softcap) for factor in k_scale.tolist()]
+    return _int32(codes)
+
+
+def _slopes(slopes: Tensor, q_heads: int) -> Tensor:
+    """ALiBi slopes in base 2 per query head, int32 codes on the CPU."""
+    _check_per_head("alibi_slopes", slopes, q_heads, "q_heads")
+    return _int32([alibi_bits(slope) for slope in slopes.tolist()])
+
+
+def _int32(codes: list[int]) -> Tensor:
+    """Unsigned codes of 32 bits as int32."""
     return torch.tensor(codes, dtype=torch.int64).to(torch.int32)
 
 
-def _check_per_head(name: str, factor: Tensor, kv_heads: int) -> None:
+def _check_per_head(name: str, factor: Tensor, heads: int, kind: str) -> None:
     if not isinstance(factor, Tensor) or factor.dtype != torch.float32:
         given = factor.dtype if isinstance(factor, Tensor) else type(factor).__name__
-        raise TypeError(f"{name} must be a float32 tensor [kv_heads], not {given}")
-    if tuple(factor.shape) != (kv_heads,):
-        raise ValueError(f"{name} must be [kv_heads] = ({kv_heads},), got {tuple(factor.shape)}")
+        raise TypeError(f"{name} must be a float32 tensor [{kind}], not {given}")
+    if tuple(factor.shape) != (heads,):
+        raise ValueError(f"{name} must be [{kind}] = ({heads},), got {tuple(factor.shape)}")
 
 
 def _checked_visible(visible: Tensor, q: Tensor, k: Tensor) -> Tensor:

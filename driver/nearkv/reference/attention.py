@@ -19,7 +19,7 @@ from nearkv.reference.binned import State, binned_sum, merge_states
 from nearkv.reference.elements import Elements, decode
 from nearkv.reference.finish import finish, log_sum_exp, output_target
 from nearkv.reference.partial import Partial, merge
-from nearkv.reference.score import Weights, sink_weights, weigh
+from nearkv.reference.score import Change, Weights, sink_weights, weigh
 from nearkv.reference.threads import threads_for
 
 BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -40,6 +40,10 @@ class Options(TypedDict, total=False):
     scale_format: str | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    query_positions: Tensor | None
+    row_positions: Tensor | None
     out_dtype: torch.dtype
 
 
@@ -77,6 +81,10 @@ def decode_attention(
     scale_format: str | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    row_positions: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     partial: bool = False,
     return_lse: bool = False,
@@ -100,6 +108,14 @@ def decode_attention(
     scale_format : "fp16", "bf16", "e4m3" or "e8m0".
     k_scale, v_scale : float32 [kv_heads], one number for all rows of a head: K's multiplies `scale`, V's the
         result.
+    softcap : scores become softcap * tanh(score / softcap), after `scale` and before everything else; above 0
+        and at most 709.78. It adds at most softcap * 1.5e-7 to the relative error of a weight.
+    alibi_slopes : float32 [q_heads]; slope * (row's position - query row's position) is added to a score of
+        natural base, after the softcap. Sinks have no bias.
+    query_positions : int64 [query_rows] or [batch, query_rows] ([batch] for q without query rows), from 0 to
+        2^23 - 1. Without them the last query row has the position of the last row, rows - 1.
+    row_positions : int64 [rows] or [batch, rows]; without them a row's position is its index. They need
+        query_positions.
     out_dtype : torch.float32, torch.bfloat16 or torch.float16.
     partial : return the partial result, for `merge` and `finish`.
     return_lse : return (result, natural-base log-sum-exp float32 [..., q_heads]).
@@ -111,8 +127,8 @@ def decode_attention(
 
     Raises
     ------
-    ValueError, TypeError : for shapes, types or formats that do not fit, more than 2^23 - 1 rows, or a scale
-        that is not finite in float32.
+    ValueError, TypeError : for shapes, types or formats that do not fit, more than 2^23 - 1 rows, a scale or
+        slope that is not finite in float32, or a softcap out of its range.
     """
     output_target(out_dtype)
     if partial and (v_scale is not None or return_lse):
@@ -132,6 +148,10 @@ def decode_attention(
         scale_format=scale_format,
         k_scale=k_scale,
         v_scale=v_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        query_positions=query_positions,
+        row_positions=row_positions,
     )
     with threads_for(_products(call), q.device):
         result = _attend(call)
@@ -163,7 +183,7 @@ def _attend(call: Attention) -> Partial:
                 visible = visible.repeat_interleave(group, dim=1)
             visible = visible.unsqueeze(1)
         k, v = call.k.decode(begin, end).unsqueeze(2), call.v.decode(begin, end).unsqueeze(2)
-        weights = weigh(q, k, factor, visible)
+        weights = weigh(q, k, factor, visible, _change(call, begin, end))
         result = merge(result, _weighted(weights, v))
 
     def unfold(plane: Tensor) -> Tensor:
@@ -172,6 +192,16 @@ def _attend(call: Attention) -> Partial:
         return plane.reshape(batch, query_rows, q_heads, *lanes)
 
     return _mapped(result, unfold)
+
+
+def _change(call: Attention, begin: int, end: int) -> Change:
+    """What becomes of the scores [B, Hkv, T * g, rows] of some rows."""
+    if call.slopes is None:
+        return Change(call.softcap)
+    group = call.q.shape[2] // call.kv_heads
+    distances = call.positions.distances(begin, end).repeat_interleave(group, dim=1).unsqueeze(1)
+    slopes = call.slopes.view(call.kv_heads, 1, group).expand(-1, call.q.shape[1], -1)
+    return Change(call.softcap, slopes.reshape(call.kv_heads, -1, 1), distances)
 
 
 def _products(call: Attention) -> int:

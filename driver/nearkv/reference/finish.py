@@ -20,8 +20,8 @@ from nearkv_hw.abi.numerics import (
 from torch import Tensor
 
 from nearkv.reference.binned import BIN_SHIFT, State, bit_length, leading_bits, magnitude
+from nearkv.reference.fixed import FP32_EXPONENT_BIAS, FP32_FRACTION_BITS, float32_parts
 from nearkv.reference.partial import Partial
-from nearkv.reference.score import FP32_EXPONENT_BIAS, FP32_FRACTION_BITS, float32_parts
 from nearkv.reference.threads import threads_for
 
 

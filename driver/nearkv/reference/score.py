@@ -1,9 +1,8 @@
-"""From a dot product to a weight (docs/numerics.md sections 3 and 4), and the sink's weight."""
+"""From a dot product to a weight (docs/numerics.md sections 3, 4, 8 and 9), and the sink's weight."""
 
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,20 +16,17 @@ from nearkv_hw.abi.numerics import (
     SINK_FACTOR_EXPONENT,
     TABLE_FRACTION_BITS,
     TABLE_STEP_BITS,
+    TANH_FRACTION_BITS,
     WEIGHT_BITS,
     WEIGHT_FRACTION_BITS,
 )
 from torch import Tensor
 
+from nearkv.reference.alibi import biased
 from nearkv.reference.binned import BIN_SHIFT, State, binned_sum, leading_bits, magnitude
 from nearkv.reference.elements import ZERO_EXPONENT, Elements
-
-LOG2_E = 1.4426950408889634
-"""The double nearest to log2(e), written out so that no mathematics library has a say in it."""
-FP32_FRACTION_BITS = 23
-FP32_EXPONENT_BIAS = 150
-"""A float32's significand has the exponent max(field, 1) - 150."""
-_FP32_FIELD_MASK = 0xFF
+from nearkv.reference.fixed import LOG2_E, fixed_point, float32_bits, float32_parts, is_finite
+from nearkv.reference.softcap import capped
 
 
 @dataclass(frozen=True)
@@ -53,36 +49,53 @@ class Weights:
         return binned_sum(self.significand, self.exponent, None, width=WEIGHT_BITS, dim=-1)
 
 
-def score_factor(scale: float, k_scale: float = 1.0) -> int:
-    """The float32 bits of the score's factor c = scale * log2(e) * k_scale: doubles, then one rounding.
+def score_factor(scale: float, k_scale: float = 1.0, *, softcap: float | None = None) -> int:
+    """The float32 bits of the score's factor c: doubles, from left to right, then one rounding.
+
+    c = scale * log2(e) * k_scale, and under a softcap scale / softcap * 2^6 * k_scale.
 
     Raises
     ------
     ValueError : when c is infinite or NaN, which no device accepts.
     """
-    product = float(scale) * LOG2_E * float(k_scale)
-    try:
-        bits = int.from_bytes(struct.pack("<f", product), "little")
-    except OverflowError:
-        bits = _FP32_FIELD_MASK << FP32_FRACTION_BITS
-    if bits >> FP32_FRACTION_BITS & _FP32_FIELD_MASK == _FP32_FIELD_MASK:
+    scaled = float(scale) * LOG2_E if softcap is None else float(scale) / float(softcap) * _ARGUMENT_SCALE
+    product = scaled * float(k_scale)
+    bits = float32_bits(product)
+    if not is_finite(bits):
         raise ValueError(
-            f"scale {scale} and K's scale {k_scale} give the score factor {product}; "
-            "it must be finite in float32"
+            f"scale {scale} and K's scale {k_scale}{'' if softcap is None else f', softcap {softcap},'} give "
+            f"the score factor {product}; it must be finite in float32"
         )
     return bits
 
 
-def float32_parts(codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 codes as (negative, significand, exponent); infinities and NaN look like numbers."""
-    codes = codes.to(torch.int64)
-    field = (codes >> FP32_FRACTION_BITS) & _FP32_FIELD_MASK
-    fraction = codes & ((1 << FP32_FRACTION_BITS) - 1)
-    hidden = field.clamp(max=1) << FP32_FRACTION_BITS
-    return (codes >> 31) & 1 == 1, fraction + hidden, field.clamp(min=1) - FP32_EXPONENT_BIAS
+_ARGUMENT_SCALE = 1 << (TANH_FRACTION_BITS - SCORE_FRACTION_BITS)
 
 
-def weigh(q: Elements, k: Elements, factor: Tensor, visible: Tensor | None) -> Weights:
+@dataclass(frozen=True)
+class Change:
+    """What becomes of scores before they are weighed.
+
+    Parameters
+    ----------
+    softcap : float32 bits of C2, or None. With a cap, the factor is that of the argument U.
+    slopes, distances : of `nearkv.reference.alibi.biased`, or both None; broadcast to [..., rows].
+    """
+
+    softcap: int | None = None
+    slopes: Tensor | None = None
+    distances: Tensor | None = None
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """The changed scores [..., rows]."""
+        if self.softcap is not None:
+            scores = capped(scores, self.softcap)
+        if self.slopes is not None and self.distances is not None:
+            scores = biased(scores, self.slopes, self.distances)
+        return scores
+
+
+def weigh(q: Elements, k: Elements, factor: Tensor, visible: Tensor | None, change: Change) -> Weights:
     """The weights of rows.
 
     Parameters
@@ -90,23 +103,29 @@ def weigh(q: Elements, k: Elements, factor: Tensor, visible: Tensor | None) -> W
     q, k : elements that broadcast to [..., rows, head_dim].
     factor : float32 codes of the score's factor c (int32), broadcasts to [..., rows].
     visible : bool, broadcasts to [..., rows], or None when all rows are.
+    change : softcap and bias.
     """
     negative, significand, exponent = float32_parts(factor)
     scores = _scores(_dot(q, k), negative, significand, exponent)
     if q.nan is None and k.nan is None:
         query_nan = torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)
-        return _weights(scores, visible, query_nan)
-    dropped, nan = _special_rows(q, k, negative, significand == 0)
+        return _weights(change(scores), visible, query_nan)
+    nan, up, down = _special_rows(q, k, negative, significand == 0)
+    if change.softcap is None:
+        nan, dropped = nan | up, down
+    else:  # the cap makes numbers of infinities
+        dropped = torch.zeros_like(nan)
+        scores = scores.masked_fill(up, SCORE_LIMIT).masked_fill(down, -SCORE_LIMIT)
     if visible is not None:
         nan = nan & visible
         dropped = dropped | ~visible
-    return _weights(scores, ~(dropped | nan), nan.any(-1))
+    return _weights(change(scores), ~(dropped | nan), nan.any(-1))
 
 
 def sink_weights(sinks: Tensor) -> Weights:
     """The weight [..., 1] of each attention sink; float32 [...]."""
     negative, significand, exponent = float32_parts(sinks.view(torch.int32))
-    fixed = _fixed_point(significand * SINK_FACTOR, exponent + SINK_FACTOR_EXPONENT + SCORE_FRACTION_BITS)
+    fixed = fixed_point(significand * SINK_FACTOR, exponent + SINK_FACTOR_EXPONENT + SCORE_FRACTION_BITS)
     scores = torch.where(negative, -fixed, fixed).unsqueeze(-1)
     query_nan = sinks.isnan() | (sinks == math.inf)
     present = sinks.isfinite().unsqueeze(-1)
@@ -129,31 +148,21 @@ def _scores(dot: State, negative: Tensor, significand: Tensor, exponent: Tensor)
     dot_negative, high, low = magnitude(dot)
     kept, dropped = leading_bits(high, low, DOT_KEPT_BITS)
     kept_exponent = ((dot.top - 1) << BIN_SHIFT) + dropped
-    fixed = _fixed_point(kept * significand, kept_exponent + exponent + SCORE_FRACTION_BITS)
+    fixed = fixed_point(kept * significand, kept_exponent + exponent + SCORE_FRACTION_BITS)
     return torch.where(dot_negative ^ negative, -fixed, fixed)
 
 
-def _fixed_point(product: Tensor, exponent: Tensor) -> Tensor:
-    """The integer nearest to product * 2^exponent (ties away), at most `SCORE_LIMIT`; product < 2^57."""
-    left = exponent.clamp(0, 43)
-    right = (-exponent).clamp(0, 60)
-    half = (1 << right) >> 1
-    rounded = (product + half) >> right
-    # `left` stops at 43, where nothing but zero fits any more, so a larger shift makes no other result.
-    return torch.where(rounded <= SCORE_LIMIT >> left, rounded << left, SCORE_LIMIT)
-
-
-def _special_rows(q: Elements, k: Elements, negative: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that an infinity drops, and rows that make their query NaN."""
+def _special_rows(q: Elements, k: Elements, negative: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows whose score is NaN, +Inf and -Inf, as three planes."""
     q_nan, q_infinite = q.specials
     k_nan, k_infinite = k.specials
     nan = (q_nan | k_nan | (q_infinite & k.zero) | (q.zero & k_infinite)).any(-1)
     infinite = q_infinite | k_infinite
     minus = q.sign * k.sign < 0
     positive, minus = (infinite & ~minus).any(-1), (infinite & minus).any(-1)
-    up = torch.where(negative, minus, positive)
-    nan = nan | (positive & minus) | ((positive | minus) & zero) | up
-    return (positive | minus) & ~nan, nan
+    nan = nan | (positive & minus) | ((positive | minus) & zero)
+    up, down = torch.where(negative, minus, positive), torch.where(negative, positive, minus)
+    return nan, up & ~nan, down & ~nan
 
 
 def _weights(scores: Tensor, present: Tensor | None, query_nan: Tensor) -> Weights:

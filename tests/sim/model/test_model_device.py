@@ -168,7 +168,7 @@ def test_identity(open_port):
     port = open_port(channels=4, queries=8, apertures=3, memory_latency_cycles=77)
     identity = RawHost(port, 2).register(window.IDENTITY_LINE, window.IDENTITY)
     assert identity["magic"] == window.MAGIC
-    assert (identity["abi_version"], identity["contract_version"]) == (1, 1)
+    assert (identity["abi_version"], identity["contract_version"]) == (1, 2)
     assert (identity["aperture"], identity["apertures"]) == (2, 3)
     for name in ("channels", "lanes", "queries", "finish_lanes", "ring_slots", "capacity_bytes", "clock_mhz"):
         assert identity[name] == getattr(port.config, name)
