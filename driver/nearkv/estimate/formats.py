@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nearkv_hw.abi.formats import BF16, E8M0, ELEMENT_FORMATS, FP4_E2M1, FP8_E4M3, Format
-from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.formats import E8M0, ELEMENT_FORMATS, FP4_E2M1, FP8_E4M3, FP16, Format
+from nearkv_hw.abi.lines import row_pitch
 
 from nearkv.arguments import one_of
-
-_PITCHES = (16, 32)
-"""Row pitches in bytes below a line; longer rows take whole lines."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +39,14 @@ class KVFormat:
     def pitch_bytes(self, elements: int) -> float:
         """Bytes of a row on the device: codes at a pitch of 16, 32 or whole lines; scales lie apart."""
         codes = -(-elements * self.element.bits // 8)
-        pitch = next((p for p in _PITCHES if codes <= p), -(-codes // LINE_BYTES) * LINE_BYTES)
-        return pitch + (-(-elements // self.block) * self.scale.bits / 8 if self.scale else 0)
+        return row_pitch(codes) + (-(-elements // self.block) * self.scale.bits / 8 if self.scale else 0)
 
 
 FORMATS: dict[str, KVFormat] = {
     **{name: KVFormat(name, element) for name, element in ELEMENT_FORMATS.items() if element.bits >= 8},
     "mxfp4": KVFormat("mxfp4", FP4_E2M1, E8M0, 32),
     "nvfp4": KVFormat("nvfp4", FP4_E2M1, FP8_E4M3, 16),
-    "int4": KVFormat("int4", ELEMENT_FORMATS["int4"], BF16, 32),
+    "int4": KVFormat("int4", ELEMENT_FORMATS["int4"], FP16, 32),
 }
 """By name. One scale for a whole tensor (8-bit formats) takes no bytes of a row."""
 

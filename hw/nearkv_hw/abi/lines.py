@@ -9,3 +9,12 @@ LINE_SHIFT = 6
 def lines_of(size_bytes: int) -> int:
     """Whole lines that hold `size_bytes`."""
     return -(-size_bytes // LINE_BYTES)
+
+
+SHORT_PITCHES = (16, 32)
+"""Bytes from one row to the next where rows are shorter than a line and share it."""
+
+
+def row_pitch(size_bytes: int) -> int:
+    """Bytes from one row of `size_bytes` to the next: 16, 32 or whole lines."""
+    return next((pitch for pitch in SHORT_PITCHES if size_bytes <= pitch), lines_of(size_bytes) * LINE_BYTES)
