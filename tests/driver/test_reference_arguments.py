@@ -159,6 +159,12 @@ SCALED = {
             "scale_format must be one of bf16, fp16, e4m3, e8m0, not 'fp32'",
         ),
         (
+            {"scale_block": (16,)},
+            ValueError,
+            r"scale_block must be one value or a pair, K's and V's, got \(16,\)",
+        ),
+        ({"scale_block": (8, 16)}, ValueError, "scale_block must be 16, .*, not 8"),
+        (
             {"scale_format": "e8m0"},
             ValueError,
             "k_scales holds torch.bfloat16 values; scale_format says e8m0",
@@ -179,6 +185,21 @@ def test_refused_scales(changes, error, message):
     call(**SCALED)
     with pytest.raises(error, match=message):
         call(**SCALED | changes)
+
+
+def test_k_and_v_have_their_own_scales():
+    generator = torch.Generator().manual_seed(5)
+    codes = torch.randint(0, 16, (2, 5, 2, 40), generator=generator).to(byte)
+    k_scales = torch.randint(100, 140, (2, 5, 2, 3), generator=generator).to(byte)
+    v_scales = torch.rand(2, 5, 2, 1, generator=generator).to(torch.float16)
+    q = torch.randn(2, 4, 40, generator=generator).to(bf16)
+    both = {"q": q, "k": codes, "v": codes, "k_format": "int4", "k_scales": k_scales, "v_scales": v_scales}
+    found = call(**both, scale_block=(16, None), scale_format=("e8m0", "fp16"))
+    spread = v_scales.double() * ((codes.double() + 8) % 16 - 8)  # what V's elements stand for
+    plain = call(
+        **both | {"v": spread.to(torch.float16), "v_scales": None}, scale_block=16, scale_format="e8m0"
+    )
+    assert torch.allclose(found, plain, rtol=2e-3, atol=1e-3)
 
 
 def test_more_rows_than_a_context_holds_are_refused():

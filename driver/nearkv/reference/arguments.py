@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from nearkv_hw.abi.formats import ELEMENT_FORMATS, QUERY_FORMATS, SCALE_BLOCKS, SCALE_FORMATS, Format
@@ -17,6 +18,11 @@ from nearkv.reference.softcap import softcap_bits
 
 SCALED_BITS = 8
 """Formats of at most this many bits may carry scales."""
+
+Value = TypeVar("Value", int, str)
+Blocks = int | tuple[int | None, int | None] | None
+Names = str | tuple[str | None, str | None] | None
+"""What K and V have alike, or a pair: K's and V's."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,8 @@ def check(
     v_format: str | None,
     k_scales: Tensor | None,
     v_scales: Tensor | None,
-    scale_block: int | None,
-    scale_format: str | None,
+    scale_block: Blocks,
+    scale_format: Names,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     softcap: float | None,
@@ -132,8 +138,9 @@ def check(
         raise TypeError(f"q must be bfloat16 or float16, not {q.dtype}; convert it: q.to(torch.float16)")
     if k_scales is None and v_scales is None and (scale_block is not None or scale_format is not None):
         raise ValueError("scale_block and scale_format need k_scales or v_scales")
-    k_rows = _rows("k", k, k_format, k_scales, scale_block, scale_format)
-    v_rows = _rows("v", v, v_format or _inherited(v, k_rows), v_scales, scale_block, scale_format)
+    blocks, scale_formats = _pair("scale_block", scale_block), _pair("scale_format", scale_format)
+    k_rows = _rows("k", k, k_format, k_scales, blocks[0], scale_formats[0])
+    v_rows = _rows("v", v, v_format or _inherited(v, k_rows), v_scales, blocks[1], scale_formats[1])
     rows = q if q.dim() == 4 else q.unsqueeze(1)
     _check_shapes(rows, k, v)
     for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -183,6 +190,17 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{q.shape[2]} query heads cannot be divided over {kv_heads} KV heads")
     if rows > MAX_ROWS:
         raise ValueError(f"a context holds at most {MAX_ROWS} rows, got {rows}")
+
+
+def _pair(
+    name: str, value: Value | tuple[Value | None, Value | None] | None
+) -> tuple[Value | None, Value | None]:
+    """K's and V's of what was given for both or as a pair."""
+    if not isinstance(value, tuple):
+        return value, value
+    if len(value) != 2:
+        raise ValueError(f"{name} must be one value or a pair, K's and V's, got {value!r}")
+    return value
 
 
 def _inherited(v: Tensor, k_rows: Rows) -> str:

@@ -14,7 +14,7 @@ from nearkv_hw.abi.memory import LANE_NAN, LANE_NEGATIVE_INFINITY, LANE_POSITIVE
 from nearkv_hw.abi.numerics import WEIGHT_BITS
 from torch import Tensor
 
-from nearkv.reference.arguments import Attention, check
+from nearkv.reference.arguments import Attention, Blocks, Names, check
 from nearkv.reference.binned import State, binned_sum, merge_states
 from nearkv.reference.elements import Elements, decode
 from nearkv.reference.finish import finish, log_sum_exp, output_target
@@ -36,8 +36,8 @@ class Options(TypedDict, total=False):
     v_format: str | None
     k_scales: Tensor | None
     v_scales: Tensor | None
-    scale_block: int | None
-    scale_format: str | None
+    scale_block: Blocks
+    scale_format: Names
     k_scale: Tensor | None
     v_scale: Tensor | None
     softcap: float | None
@@ -77,8 +77,8 @@ def decode_attention(
     v_format: str | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    scale_block: int | None = None,
-    scale_format: str | None = None,
+    scale_block: Blocks = None,
+    scale_format: Names = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     softcap: float | None = None,
@@ -105,7 +105,7 @@ def decode_attention(
         not given. Values bring their own.
     k_scales, v_scales : codes [batch, rows, kv_heads, blocks] of one scale per block of elements of a row.
     scale_block : 16, 32, 64 or 128 elements to a block, None for the whole row; the last block may be short.
-    scale_format : "fp16", "bf16", "e4m3" or "e8m0".
+    scale_format : "fp16", "bf16", "e4m3" or "e8m0". Both may be pairs, K's and V's.
     k_scale, v_scale : float32 [kv_heads], one number for all rows of a head: K's multiplies `scale`, V's the
         result.
     softcap : scores become softcap * tanh(score / softcap), after `scale` and before everything else; above 0
