@@ -101,7 +101,7 @@ def row_formats():
 
 
 @pytest.mark.parametrize(
-    "form", row_formats(), ids=lambda f: f"{f.element} {f.scale} {f.block} {f.head_scale}"
+    "form", list(row_formats()), ids=lambda f: f"{f.element} {f.scale} {f.block} {f.head_scale}"
 )
 def test_rows_against_fractions(form):
     rng = random.Random(seed_of_run())

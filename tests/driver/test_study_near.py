@@ -10,7 +10,7 @@ from nearkv.cli import app
 from nearkv.errors import ArgumentError, NearkvError
 from nearkv.estimate import estimate, model, of
 from nearkv.estimate.systems import at_placement, with_spill
-from nearkv.study import answers, maps, near, page
+from nearkv.study import answers, blocks, maps, near, page
 from nearkv.study.near import ELEMENTS, EQUAL, LINE
 from nearkv_hw.abi.config import Placement
 from typer.testing import CliRunner
@@ -188,7 +188,7 @@ def test_round_trips_of_windows_move_the_border():
 
 def test_the_page_is_what_the_command_writes(study):
     text = (DOCS / page.PAGE).read_text()
-    assert page.filled(text, study, where=DOCS / page.PAGE) == text
+    assert blocks.filled(text, study.blocks(), page.COMMAND, where=DOCS / page.PAGE) == text
 
 
 @pytest.mark.parametrize("figure", [page.MAP, page.STEP])
@@ -196,7 +196,7 @@ def test_figures_show_what_the_page_says(study, figure):
     image = pytest.importorskip("PIL.Image")
     shown = page.map_data(study) if figure == page.MAP else page.steps_data()
     with image.open(DOCS / figure) as found:
-        assert found.text["Description"] == page.digest(shown)
+        assert found.text["Description"] == blocks.digest(shown)
 
 
 def test_the_command(study, tmp_path, monkeypatch):
@@ -226,7 +226,7 @@ def test_refusals(study, tmp_path):
     (tmp_path / page.PAGE).write_text("nothing")
     assert "no folder" in str(write(tmp_path))
     with pytest.raises(NearkvError, match="lacks the line <!-- answers"):
-        page.filled("nothing", study, where=tmp_path / page.PAGE)
+        blocks.filled("nothing", study.blocks(), page.COMMAND, where=tmp_path / page.PAGE)
 
 
 def test_maps_are_the_same_again(study):

@@ -30,10 +30,10 @@ def where_is_near(
     Who wins by query heads per KV head, context and format, where the winner changes, what limits each, and
     what becomes of it when link, units, ranks or batch are others: the blocks of docs/where-is-near.md.
     """
-    from nearkv.study import answers, page
+    from nearkv.study import answers, blocks, page
 
     if write:
-        page.check(write)
+        blocks.check(write, page.PAGE)
     with steps_bar(answers.STEPS) as steps:
         found = answers.ask(steps.begin)
     if write:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nearkv_hw.abi.config import Placement
 
-from nearkv.errors import ArgumentError
 from nearkv.estimate import Setup
 from nearkv.estimate.report import COLOURS, sheet
-from nearkv.pages import replace_block
 
-from . import near
+from . import blocks, near
 from .answers import Study
+from .blocks import png
 from .maps import bands
 from .near import ELEMENTS, LINE, UNITS, Units, reference, short
 
@@ -36,18 +32,6 @@ _LINES: tuple[tuple[str, int, Units], ...] = (("bf16", 8, LINE), ("bf16", 16, LI
 """Format, g and units of each panel of steps."""
 
 
-def check(folder: Path) -> None:
-    """ArgumentError where the page could not be written in the end."""
-    if not (folder / PAGE).is_file():
-        raise ArgumentError(f"{folder} has no {PAGE}; --write takes the folder of the documentation: docs")
-    if not (folder / MAP).parent.is_dir():
-        raise ArgumentError(f"there is no folder {(folder / MAP).parent} for the figures")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ArgumentError("figures need matplotlib; pip install 'nearkv[sweep]'") from error
-
-
 def write(folder: Path, study: Study) -> list[Path]:
     """Write the page's blocks and its figures.
 
@@ -60,29 +44,12 @@ def write(folder: Path, study: Study) -> list[Path]:
     -------
     The files written.
     """
-    check(folder)
-    text = filled((folder / PAGE).read_text(), study, where=folder / PAGE)
+    blocks.check(folder, PAGE)
+    text = blocks.filled((folder / PAGE).read_text(), study.blocks(), COMMAND, where=folder / PAGE)
     files = {folder / PAGE: text.encode(), folder / MAP: map_figure(study), folder / STEP: steps_figure()}
     for path, data in files.items():
         path.write_bytes(data)
     return list(files)
-
-
-def filled(text: str, study: Study, *, where: Path) -> str:
-    """The page with the study's blocks.
-
-    Raises
-    ------
-    NearkvError : the page has no place for one of them.
-    """
-    for name, content in study.blocks().items():
-        text = replace_block(text, name, COMMAND, content, where=where)
-    return text
-
-
-def digest(data: Any) -> str:
-    """A short name for plain data, which figures carry: that of what they show."""
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 
 def map_data(study: Study) -> list[Any]:
@@ -126,7 +93,7 @@ def map_figure(study: Study) -> bytes:
     ]
     handles += [_box(0, 1, 1, _OTHERS, label="other ties")] if used - set(_WINNERS) else []
     drawing.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    return _png(drawing, map_data(study))
+    return png(drawing, map_data(study))
 
 
 def _box(x: int, low: int, high: int, colour: str, label: str = "") -> Any:
@@ -173,11 +140,4 @@ def steps_figure() -> bytes:
     plots[0].set_ylabel("step, ms")
     handles, labels = plots[0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    return _png(drawing, data)
-
-
-def _png(drawing: Any, data: Any) -> bytes:
-    """A figure as PNG that carries the digest of what it shows."""
-    buffer = io.BytesIO()
-    drawing.savefig(buffer, format="png", dpi=100, metadata={"Description": digest(data)})
-    return buffer.getvalue()
+    return png(drawing, data)
