@@ -6,7 +6,7 @@ A line `@layout descriptor.ATTEND` becomes the field table of `nearkv_hw.abi.des
 its rules are for a controller; `@links` what each CXL link carries; `@registers` a
 command window's register lines. Of estimates, `@models` and `@gpus` are the tables of both, `@accuracy` the
 timing model's errors, `@workloads` each of them, `@published` figures of others beside ours, `@energies`
-energies with their sources.
+energies with their sources. `@presets` are the formats of `nearkv.quantise`.
 """
 
 import ast
@@ -20,12 +20,13 @@ from operator import attrgetter
 from nearkv.estimate import CONFIGS, FORMATS, GPUS, Value, energy, model, setup
 from nearkv.estimate.measured import errors, measurements
 from nearkv.estimate.published import comparisons
+from nearkv.quantise import PRESETS as FORMAT_PRESETS
 from nearkv_hw.abi import LINE_BYTES, PRESETS, window
 from nearkv_hw.abi.dram import MEANINGS, PARTS, Dram, FrameTimings, LateTimings, Refresh, ceiling
 from nearkv_hw.abi.link import RATES, lines_per_cycle, ports
 
 DIRECTIVE = re.compile(
-    r"^@(layout|enum|config|dram|densities|frames|links|registers|models|gpus|accuracy|workloads|published|energies)"
+    r"^@(layout|enum|config|dram|densities|frames|links|registers|models|gpus|accuracy|workloads|published|energies|presets)"
     r"(?: (\w+)\.(\w+))?$",
     re.MULTILINE,
 )
@@ -308,6 +309,29 @@ def _energies(*_):
     return "\n".join(rows)
 
 
+def _presets(*_):
+    """Every preset, and what a row of head_dim 128 takes."""
+    rows = [
+        "| preset | elements | scales along the row | scale per head | rule | bits an element | bytes a row "
+        "| rows a line |",
+        "|---|---|---|---|---|---:|---:|---:|",
+    ]
+    for preset in FORMAT_PRESETS.values():
+        row = preset.k
+        cells = (
+            f"`{preset.name}`",
+            row.element,
+            f"{row.scale}, {row.block or 'the whole row'}" if row.scale else "",
+            "float32" if row.head_scale else "",
+            row.rule.value,
+            f"{row.bits_per_element(128):.4g}",
+            str(row.row_bytes(128)),
+            str(row.rows_per_line(128)),
+        )
+        rows.append(_row(cells))
+    return "\n".join(rows)
+
+
 TABLES = {
     "layout": _layout,
     "enum": _enum,
@@ -323,4 +347,5 @@ TABLES = {
     "published": _published,
     "workloads": _workloads,
     "energies": _energies,
+    "presets": _presets,
 }

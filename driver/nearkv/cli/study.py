@@ -45,3 +45,41 @@ def where_is_near(
         print(f"## {name}\n\n{block}\n")
     for path in written if write else ():
         say(f"wrote {path}")
+
+
+@app.command()
+def quantisation(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a model, as transformers saves one; SmolLM2 if not given.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write table and figure of formats.md in this folder: docs.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What does quantising K and V to each preset do to the attention of a real model?
+
+    Cosine and relative error of attention outputs over the model's own queries, K and V of a text, against
+    float64 on the rows as they were.
+    """
+    from nearkv import hf
+    from nearkv.hf.record import record
+    from nearkv.quantise import PRESETS
+    from nearkv.study import blocks
+    from nearkv.study import quantisation as study
+
+    if write:
+        blocks.check(write, study.PAGE)
+    with steps_bar(len(PRESETS) + 2) as steps:
+        steps.begin("loading the model")
+        loaded = hf.load(model)
+        steps.begin("reading the text")
+        layers = record(loaded, study.TEXT)
+        found = study.measure(layers, steps.begin)
+    written = study.write(write, found, layers) if write else []
+    if as_json:
+        print_json(study.to_dict(found))
+        return
+    print(study.table(found, layers).markdown())
+    for path in written:
+        say(f"wrote {path}")
