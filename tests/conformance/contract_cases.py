@@ -13,7 +13,16 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from nearkv_hw.abi.formats import ELEMENT_FORMATS, QUERY_FORMATS, SCALE_BLOCKS, SCALE_FORMATS
+from nearkv_hw.abi.formats import (
+    ELEMENT_FORMATS,
+    FP16,
+    LUT_ENTRIES,
+    LUT_SCALES,
+    QUERY_FORMATS,
+    ROW_FORMATS,
+    SCALE_BLOCKS,
+    SCALE_FORMATS,
+)
 
 VECTORS = Path(__file__).parent / "data" / "contract.json"
 VALUE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,14 +32,22 @@ SEED_VARIABLE = "NEARKV_TEST_SEED"
 
 @dataclass
 class Case:
-    """The arguments of a call; `options` are keywords that shape the partial, `v_scale` only the result."""
+    """The arguments of a call; `options` are keywords that shape the partial, `v_scale` only the result.
+
+    Without `v`, V is the first `value_dim` elements of the K row.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
-    v: torch.Tensor
+    v: torch.Tensor | None
     options: dict
     v_scale: torch.Tensor | None = None
     name: str = ""
+
+    @property
+    def lanes(self):
+        """Elements of a V row."""
+        return self.options["value_dim"] if self.v is None else self.v.shape[3]
 
     def to(self, device):
         """The same case on another device."""
@@ -59,7 +76,8 @@ class Case:
 
     def describe(self):
         """One line for a report of a failure."""
-        shapes = f"q {tuple(self.q.shape)} {self.q.dtype} k {tuple(self.k.shape)} v {tuple(self.v.shape)}"
+        v = None if self.v is None else tuple(self.v.shape)
+        shapes = f"q {tuple(self.q.shape)} {self.q.dtype} k {tuple(self.k.shape)} v {v}"
         options = {n: tuple(x.shape) if isinstance(x, torch.Tensor) else x for n, x in self.options.items()}
         return f"{self.name} {shapes} {options} v_scale {self.v_scale}"
 
@@ -153,6 +171,8 @@ def random_codes(form, shape, regime, generator):
         codes = draw(0, 1 << form.bits)
         if regime == "few values":
             codes = codes & (1 << form.bits - 1 | 1)
+        if form.codebook:
+            return codes.to(torch.uint8)
         return codes.masked_fill(torch.isin(codes, special_codes(form)), 0).to(torch.uint8)
     top = (1 << form.exponent_bits) - 1  # infinities and NaN start here
     middle = top // 2
@@ -176,6 +196,8 @@ def random_codes(form, shape, regime, generator):
 @lru_cache
 def special_codes(form):
     """The codes of a format that are NaN or infinite."""
+    if form.codebook:
+        return torch.tensor([])
     return torch.tensor([code for code in range(1 << form.bits) if form.decode(code).special is not None])
 
 
@@ -201,7 +223,7 @@ def random_case(rng, largest=None):
         rng.choice(largest.dims) if largest.dims else rng.randint(1, largest.dim) for _ in range(2)
     )
     q_form = QUERY_FORMATS[rng.choice(sorted(QUERY_FORMATS))]
-    k_form, v_form = (ELEMENT_FORMATS[rng.choice(sorted(ELEMENT_FORMATS))] for _ in range(2))
+    k_form, v_form = (ROW_FORMATS[rng.choice(sorted(ROW_FORMATS))] for _ in range(2))
     regimes = [rng.choice(REGIMES) for _ in range(3)]
     specials = rng.choice((0, 0, 0.002, 0.05))
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
@@ -223,14 +245,26 @@ def random_case(rng, largest=None):
         "k_format": k_form.name,
         "v_format": v_form.name,
     }
-    scale_format = rng.choice(sorted(SCALE_FORMATS))
-    scale_form = SCALE_FORMATS[scale_format]
-    block = rng.choice((*SCALE_BLOCKS, None))
-    for name, form, dim in (("k_scales", k_form, head_dim), ("v_scales", v_form, value_dim)):
+    latent = rng.random() < 0.15
+    if latent:
+        v, options["v_format"], options["value_dim"] = None, None, rng.randint(1, head_dim)
+    both = [], []
+    for name, form, dim in (("k", k_form, head_dim), ("v", v_form, value_dim)):
+        if latent and name == "v":
+            continue
+        if form.codebook:
+            options[f"{name}_lut"] = codes(FP16, (kv_heads, LUT_ENTRIES), rng.choice(REGIMES))
+        block = rng.choice((*SCALE_BLOCKS, None))
+        scale_format = rng.choice(sorted(LUT_SCALES if form.codebook else SCALE_FORMATS))
+        both[0].append(block)
+        both[1].append(scale_format)
         if form.bits <= 8 and rng.random() < 0.6:
-            regime = rng.choice(REGIMES)
-            options[name] = codes(scale_form, (batch, rows, kv_heads, -(-dim // (block or dim))), regime)
-            options |= {"scale_block": block, "scale_format": scale_format}
+            regime, blocks = rng.choice(REGIMES), -(-dim // (block or dim))
+            options[f"{name}_scales"] = codes(
+                SCALE_FORMATS[scale_format], (batch, rows, kv_heads, blocks), regime
+            )
+    if "k_scales" in options or "v_scales" in options:
+        options["scale_block"], options["scale_format"] = ((x[0], x[-1]) for x in both)
     if rng.random() < 0.3:
         options["k_scale"] = torch.tensor([rng.uniform(-2, 2) for _ in range(kv_heads)])
         options["scale"] = max(min(options["scale"], 1e30), -1e30)

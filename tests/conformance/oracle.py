@@ -57,9 +57,9 @@ def multiply(first, second):
     return sign, first[1] * second[1], first[2] + second[2]
 
 
-def decode_row(name, codes, scale_name=None, scale_codes=None, block=None):
-    """A row's elements, scales multiplied in; block None is the whole row."""
-    elements = [decode(name, code) for code in codes]
+def decode_row(name, codes, scale_name=None, scale_codes=None, block=None, lut=None):
+    """A row's elements, scales multiplied in; block None is the whole row, `lut` the fp16 codes of lut4."""
+    elements = [decode("fp16", lut[code]) if name == "lut4" else decode(name, code) for code in codes]
     if scale_codes is None:
         return elements
     scales = [decode(scale_name, code) for code in scale_codes]

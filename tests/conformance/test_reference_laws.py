@@ -8,9 +8,10 @@ import torch
 from contract_cases import OUTPUTS, Case, Sizes, random_case, random_cases, result_codes, seed_of_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nearkv.reference import Partial, State, arguments, attention, finish, merge
+from nearkv.reference import Partial, State, attention, finish, merge
 from nearkv.reference.binned import binned_sum, merge_states
 from nearkv.reference.elements import ZERO_EXPONENT
+from nearkv.reference.rows import Rows
 from nearkv_hw.abi.memory import LANE_NAN, LANE_NEGATIVE_INFINITY, LANE_POSITIVE_INFINITY
 from nearkv_hw.abi.numerics import MAX_ROWS, TOP_NONE
 
@@ -113,7 +114,8 @@ def picked(case, rows, sinks=True):
             options["query_positions"] = query[:, 0]
     else:
         options.pop("row_positions", None)
-    return Case(case.q, case.k[:, rows], case.v[:, rows], options, case.v_scale, case.name)
+    v = None if case.v is None else case.v[:, rows]
+    return Case(case.q, case.k[:, rows], v, options, case.v_scale, case.name)
 
 
 def cases(count=60, largest=None):
@@ -170,13 +172,13 @@ def test_one_row_beyond_a_block(monkeypatch):
 
 def test_blocks_keep_within_their_bound(monkeypatch):
     """No block makes more products than it may, and together they are all rows, once each."""
-    ranges, honest = [], arguments.Rows.decode
+    ranges, honest = [], Rows.decode
 
-    def recorded(rows, begin, end):
+    def recorded(held, begin, end):
         ranges.append((begin, end))
-        return honest(rows, begin, end)
+        return honest(held, begin, end)
 
-    monkeypatch.setattr(arguments.Rows, "decode", recorded)
+    monkeypatch.setattr(Rows, "decode", recorded)
     k = torch.zeros(2, 3000, 2, 4, dtype=torch.bfloat16)
     monkeypatch.setitem(attention.BLOCK_ELEMENTS, "cpu", 10_000)
     Case(torch.zeros(2, 6, 4, dtype=torch.bfloat16), k, k, {"scale": 1.0}).partial()
@@ -235,7 +237,10 @@ def test_batch_query_rows_and_heads_change_nothing():
         if "k_scale" in options:
             options["k_scale"] = options["k_scale"][h : h + 1]
         v_scale = None if case.v_scale is None else case.v_scale[h : h + 1]
-        rows = (case.k[b : b + 1, :, h : h + 1], case.v[b : b + 1, :, h : h + 1])
+        for name in ("k_lut", "v_lut"):
+            if name in options:
+                options[name] = options[name][h : h + 1]
+        rows = [None if x is None else x[b : b + 1, :, h : h + 1] for x in (case.k, case.v)]
         alone = Case(q[b : b + 1, t, head : head + 1], *rows, options)
         result = finish(alone.partial(), torch.float32, v_scale)
         assert result_codes(result) == result_codes(whole[b, t, head]), case.describe()
@@ -261,7 +266,7 @@ def test_padding_of_the_head_dimension_changes_nothing():
 
 def test_lanes_are_independent():
     for case in cases():
-        if "v_scales" in case.options:
+        if "v_scales" in case.options or case.v is None:
             continue
         whole, lane = case.partial(), case.v.shape[3] - 1
         alone = Case(case.q, case.k, case.v[..., lane:], case.options).partial()
@@ -273,7 +278,7 @@ def test_strides_change_nothing():
     for case in cases(20):
         wide_q = torch.cat([case.q, case.q], dim=-1)[..., : case.q.shape[-1]]
         wide_k = torch.stack([case.k, case.k], dim=-1)[..., 0]
-        wide_v = torch.cat([case.v, case.v], dim=1)[:, : case.v.shape[1]]
+        wide_v = None if case.v is None else torch.cat([case.v, case.v], dim=1)[:, : case.v.shape[1]]
         assert Case(wide_q, wide_k, wide_v, case.options).partial().equal(case.partial()), case.describe()
 
 

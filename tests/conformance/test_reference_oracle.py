@@ -26,13 +26,23 @@ def codes(tensor):
 def decoded_rows(case, name, b, h):
     """The oracle's elements of K or V of one sequence and KV head."""
     rows, scales = codes(getattr(case, name)), case.options.get(f"{name}_scales")
-    form, scale_form = case.options[f"{name}_format"], case.options.get("scale_format")
+    form, lut = case.options[f"{name}_format"], case.options.get(f"{name}_lut")
+    lut = None if lut is None else codes(lut)[h].tolist()
+    scale_form, block = (
+        option["kv".index(name)] if isinstance(option, tuple) else option
+        for option in (case.options.get("scale_format"), case.options.get("scale_block"))
+    )
     result = []
     for r in range(rows.shape[1]):
         row_scales = None if scales is None else codes(scales)[b, r, h].tolist()
-        block = case.options.get("scale_block")
-        result.append(oracle.decode_row(form, rows[b, r, h].tolist(), scale_form, row_scales, block))
+        result.append(oracle.decode_row(form, rows[b, r, h].tolist(), scale_form, row_scales, block, lut))
     return result
+
+
+def decoded_rows_of_both(case, b, h):
+    """The oracle's K and V rows."""
+    k = decoded_rows(case, "k", b, h)
+    return k, [row[: case.lanes] for row in k] if case.v is None else decoded_rows(case, "v", b, h)
 
 
 def oracle_partials(case):
@@ -46,9 +56,7 @@ def oracle_partials(case):
     query_positions, row_positions = case.positions()
     found = []
     for b in range(batch):
-        rows = [
-            (decoded_rows(case, "k", b, h), decoded_rows(case, "v", b, h)) for h in range(case.k.shape[2])
-        ]
+        rows = [decoded_rows_of_both(case, b, h) for h in range(case.k.shape[2])]
         for t in range(query_rows):
             mask = None if visible is None else visible[b] if visible.dim() == 2 else visible[b, t]
             for head in range(q_heads):
@@ -67,7 +75,7 @@ def oracle_partials(case):
                     "slope": None if slopes is None else oracle.slope_factor(slopes[head].item()),
                     "distances": (row_positions[b] - query_positions[b, t]).tolist(),
                 }
-                found.append(oracle.attend(query, *rows[h], c, flags, sink, case.v.shape[3], **changes))
+                found.append(oracle.attend(query, *rows[h], c, flags, sink, case.lanes, **changes))
     return found
 
 
@@ -75,7 +83,7 @@ def check(case):
     """Every state, flag and finished lane of a case, against the oracle."""
     partial = case.partial()
     expected = oracle_partials(case)
-    lanes = case.v.shape[3]
+    lanes = case.lanes
     tops, highs, lows, flags = (
         plane.reshape(-1, lanes).tolist()
         for plane in (*vars(partial.numerators).values(), partial.lane_flags)

@@ -85,6 +85,35 @@ REFUSED = [
         "only formats of 8 bits or fewer carry scales",
     ),
     ({"scale_block": 16}, ValueError, "scale_block and scale_format need k_scales or v_scales"),
+    ({"k_lut": torch.ones(2, 16).half()}, ValueError, "k_lut belongs to lut4; k is bf16"),
+    (
+        {"k": torch.ones(2, 5, 2, 8, dtype=byte), "k_format": "lut4"},
+        ValueError,
+        r"k of format lut4 needs k_lut \[kv_heads, 16\]",
+    ),
+    (
+        {"k": torch.ones(2, 5, 2, 8, dtype=byte), "k_format": "lut4", "k_lut": torch.ones(1, 16).half()},
+        ValueError,
+        r"k_lut must have shape \(2, 16\), got \(1, 16\)",
+    ),
+    (
+        {"v": torch.ones(2, 5, 2, 3, dtype=byte), "v_format": "lut4", "v_lut": torch.ones(2, 16)},
+        TypeError,
+        "v_lut of format fp16 must be torch.int16 codes or torch.float16 values, got torch.float32",
+    ),
+    (
+        {
+            "k": torch.full((2, 5, 2, 8), 16, dtype=byte),
+            "k_format": "lut4",
+            "k_lut": torch.ones(2, 16).half(),
+        },
+        ValueError,
+        "k: a code of lut4 is below 16, got 16",
+    ),
+    ({"v": None}, ValueError, "without v, value_dim must say .*, 1 to 8, got None"),
+    ({"v": None, "value_dim": 9}, ValueError, "without v, value_dim must say .*, 1 to 8, got 9"),
+    ({"v": None, "value_dim": 4, "v_format": "fp16"}, ValueError, "v_format belongs to v"),
+    ({"value_dim": 4}, ValueError, "value_dim is 4, v has rows of 3"),
     ({"partial": True, "return_lse": True}, ValueError, "belong to a finished result"),
     *(
         (
@@ -159,6 +188,15 @@ SCALED = {
             "scale_format must be one of bf16, fp16, e4m3, e8m0, not 'fp32'",
         ),
         (
+            {
+                "k_format": "lut4",
+                "k_lut": torch.ones(2, 16).half(),
+                "k_scales": torch.ones(2, 5, 2, 1).half(),
+            },
+            ValueError,
+            "scales of lut4 must be bf16, e4m3, e8m0, not fp16",
+        ),
+        (
             {"scale_block": (16,)},
             ValueError,
             r"scale_block must be one value or a pair, K's and V's, got \(16,\)",
@@ -200,6 +238,47 @@ def test_k_and_v_have_their_own_scales():
         **both | {"v": spread.to(torch.float16), "v_scales": None}, scale_block=16, scale_format="e8m0"
     )
     assert torch.allclose(found, plain, rtol=2e-3, atol=1e-3)
+
+
+def test_a_codebook_of_an_integer_formats_numbers_is_that_format():
+    generator = torch.Generator().manual_seed(7)
+    codes = torch.randint(0, 16, (2, 5, 2, 8), generator=generator).to(byte)
+    scales = torch.randint(100, 140, (2, 5, 2, 1), generator=generator).to(byte)
+    table = ((torch.arange(16) + 8) % 16 - 8).half().expand(2, 16)
+    both = {"k": codes, "v": codes, "k_scales": scales, "v_scales": scales, "scale_format": "e8m0"}
+    expected = call(**both, k_format="int4")
+    assert torch.equal(call(**both, k_format="lut4", k_lut=table, v_lut=table), expected)
+    bits = table.contiguous().view(torch.int16)
+    assert torch.equal(call(**both, k_format="lut4", k_lut=bits, v_lut=bits), expected)
+
+
+def test_every_head_has_its_own_codebook():
+    v = torch.full((1, 1, 2, 1), 3, dtype=byte)
+    tables = torch.arange(32).view(2, 16).half()
+    result = decode_attention(
+        torch.ones(1, 4, 1, dtype=bf16), torch.ones(1, 1, 2, 1, dtype=bf16), v, scale=1.0, v_format="lut4",
+        v_lut=tables,
+    )  # fmt: skip
+    assert result.flatten().tolist() == [3, 3, 19, 19]
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8_e4m3"])
+def test_latent_rows_are_k_rows_cut_short(form):
+    """head_dim 576 and value_dim 512, with a scale per head that only scores have unless V is given it."""
+    generator = torch.Generator().manual_seed(9)
+    q = torch.randn(1, 16, 576, generator=generator).to(bf16)
+    if form == "bf16":
+        k, options = torch.randn(1, 30, 1, 576, generator=generator).to(bf16), {}
+    else:
+        k = torch.randint(0, 0x50, (1, 30, 1, 576), generator=generator).to(byte)
+        scales = torch.randint(120, 130, (1, 30, 1, 18), generator=generator).to(byte)
+        options = {"k_format": form, "k_scales": scales, "scale_block": 32, "scale_format": "e8m0"}
+    options |= {"scale": 0.04, "k_scale": torch.tensor([0.5])}
+    latent = decode_attention(q, k, None, value_dim=512, **options)
+    if form != "bf16":
+        options["v_scales"] = options["k_scales"][..., :16]
+    assert torch.equal(latent, decode_attention(q, k, k[..., :512], **options))
+    assert latent.shape == (1, 16, 512)
 
 
 def test_more_rows_than_a_context_holds_are_refused():

@@ -14,11 +14,12 @@ from nearkv_hw.abi.memory import LANE_NAN, LANE_NEGATIVE_INFINITY, LANE_POSITIVE
 from nearkv_hw.abi.numerics import WEIGHT_BITS
 from torch import Tensor
 
-from nearkv.reference.arguments import Attention, Blocks, Names, check
+from nearkv.reference.arguments import Attention, check
 from nearkv.reference.binned import State, binned_sum, merge_states
 from nearkv.reference.elements import Elements, decode
 from nearkv.reference.finish import finish, log_sum_exp, output_target
 from nearkv.reference.partial import Partial, merge
+from nearkv.reference.rows import Blocks, Names
 from nearkv.reference.score import Change, Weights, sink_weights, weigh
 from nearkv.reference.threads import threads_for
 
@@ -30,12 +31,15 @@ that temporaries take, and on a CPU keeps them in its caches."""
 class Options(TypedDict, total=False):
     """The keywords of `decode_attention` that leave the type of its result alone."""
 
+    value_dim: int | None
     visible: Tensor | None
     sinks: Tensor | None
     k_format: str
     v_format: str | None
     k_scales: Tensor | None
     v_scales: Tensor | None
+    k_lut: Tensor | None
+    v_lut: Tensor | None
     scale_block: Blocks
     scale_format: Names
     k_scale: Tensor | None
@@ -49,34 +53,49 @@ class Options(TypedDict, total=False):
 
 @overload
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, partial: Literal[True], **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    *,
+    scale: float,
+    partial: Literal[True],
+    **options: Unpack[Options],
 ) -> Partial: ...
 
 
 @overload
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    *,
+    scale: float,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor | None, *, scale: float, **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 def decode_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     *,
     scale: float,
+    value_dim: int | None = None,
     visible: Tensor | None = None,
     sinks: Tensor | None = None,
     k_format: str = "bf16",
     v_format: str | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    k_lut: Tensor | None = None,
+    v_lut: Tensor | None = None,
     scale_block: Blocks = None,
     scale_format: Names = None,
     k_scale: Tensor | None = None,
@@ -96,14 +115,18 @@ def decode_attention(
     q : bfloat16 or float16 [batch, q_heads, head_dim] or [batch, query_rows, q_heads, head_dim]. Query head h
         uses KV head h // (q_heads / kv_heads).
     k, v : [batch, rows, kv_heads, head_dim] and [batch, rows, kv_heads, value_dim]: bfloat16 or float16
-        values, or codes (uint8 for formats of 8 bits and fewer, one a byte; int16 for bf16 and fp16).
+        values, or codes (uint8 for formats of 8 bits and fewer, one a byte; int16 for bf16 and fp16). Without
+        v, a row's V is the first `value_dim` elements of its K (latent attention), block scales included;
+        k_scale is no part of it.
     scale : multiplies q·k before the softmax (natural base).
+    value_dim : elements of a V row; needed only without v.
     visible : bool [batch, rows] or [batch, query_rows, rows], True where a row is attended; without it, all
         rows are. What an invisible row holds never matters.
     sinks : float32 [q_heads], one more logit per query head, in the denominator alone.
-    k_format, v_format : formats of codes, names of `nearkv_hw.abi.formats.ELEMENT_FORMATS`; V's is K's when
-        not given. Values bring their own.
+    k_format, v_format : formats of codes, names of `nearkv_hw.abi.formats.ROW_FORMATS`; V's is K's when not
+        given. Values bring their own.
     k_scales, v_scales : codes [batch, rows, kv_heads, blocks] of one scale per block of elements of a row.
+    k_lut, v_lut : float16 (values or codes) [kv_heads, 16], the numbers that codes of lut4 stand for.
     scale_block : 16, 32, 64 or 128 elements to a block, None for the whole row; the last block may be short.
     scale_format : "fp16", "bf16", "e4m3" or "e8m0". Both may be pairs, K's and V's.
     k_scale, v_scale : float32 [kv_heads], one number for all rows of a head: K's multiplies `scale`, V's the
@@ -138,12 +161,15 @@ def decode_attention(
         k,
         v,
         scale=scale,
+        value_dim=value_dim,
         visible=visible,
         sinks=sinks,
         k_format=k_format,
         v_format=v_format,
         k_scales=k_scales,
         v_scales=v_scales,
+        k_lut=k_lut,
+        v_lut=v_lut,
         scale_block=scale_block,
         scale_format=scale_format,
         k_scale=k_scale,
@@ -171,7 +197,7 @@ def _attend(call: Attention) -> Partial:
     folded = call.q.reshape(batch, query_rows, heads, group, head_dim).transpose(1, 2)
     q = decode(folded.reshape(batch, heads, query_rows * group, 1, head_dim), call.q_format)
     factor = call.factors.view(heads, 1, 1)
-    result = Partial.empty((batch, heads, query_rows * group), call.v.dim, call.q.device)
+    result = Partial.empty((batch, heads, query_rows * group), call.value_dim, call.q.device)
     if call.sinks is not None:
         result = _with_sinks(result, call.sinks.view(heads, 1, group).expand(heads, query_rows, group))
     for begin, end in _blocks(call):
@@ -182,9 +208,10 @@ def _attend(call: Attention) -> Partial:
             if visible.shape[1] > 1:
                 visible = visible.repeat_interleave(group, dim=1)
             visible = visible.unsqueeze(1)
-        k, v = call.k.decode(begin, end).unsqueeze(2), call.v.decode(begin, end).unsqueeze(2)
-        weights = weigh(q, k, factor, visible, _change(call, begin, end))
-        result = merge(result, _weighted(weights, v))
+        k = call.k.decode(begin, end)
+        v = k.first(call.value_dim) if call.v is None else call.v.decode(begin, end)
+        weights = weigh(q, k.unsqueeze(2), factor, visible, _change(call, begin, end))
+        result = merge(result, _weighted(weights, v.unsqueeze(2)))
 
     def unfold(plane: Tensor) -> Tensor:
         lanes = plane.shape[3:]
@@ -206,13 +233,13 @@ def _change(call: Attention, begin: int, end: int) -> Change:
 
 def _products(call: Attention) -> int:
     """Products of elements that a call makes, of K or of V, whichever are more."""
-    return call.q[..., 0].numel() * call.rows * max(call.q.shape[-1], call.v.dim)
+    return call.q[..., 0].numel() * call.rows * max(call.q.shape[-1], call.value_dim)
 
 
 def _blocks(call: Attention) -> list[tuple[int, int]]:
     """Ranges of rows whose products stay within `BLOCK_ELEMENTS`."""
     batch, query_rows, q_heads, head_dim = call.q.shape
-    row_elements = max(batch * query_rows * q_heads * max(head_dim, call.v.dim), 1)
+    row_elements = max(batch * query_rows * q_heads * max(head_dim, call.value_dim), 1)
     budget = BLOCK_ELEMENTS.get(call.q.device.type, BLOCK_ELEMENTS["cuda"])
     step = max(budget // row_elements, 1)
     return [(begin, min(begin + step, call.rows)) for begin in range(0, call.rows, step)]

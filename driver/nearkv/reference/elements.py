@@ -61,6 +61,17 @@ class Elements:
         nan, infinite = self.specials
         return (self.significand == 0) & ~nan & ~infinite
 
+    def first(self, count: int) -> Elements:
+        """The first `count` of the last dimension."""
+        return Elements(
+            self.sign[..., :count],
+            self.significand[..., :count],
+            self.exponent[..., :count],
+            self.width,
+            None if self.nan is None else self.nan[..., :count],
+            None if self.infinite is None else self.infinite[..., :count],
+        )
+
     def unsqueeze(self, dim: int) -> Elements:
         """The same elements with a dimension of size one put in."""
         return Elements(

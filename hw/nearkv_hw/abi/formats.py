@@ -37,6 +37,7 @@ class Format:
     infinities : whether the top exponent holds infinities and NaN as in IEEE 754.
     nan_codes : codes (sign cleared) that are NaN in a format without infinities.
     signed : whether the top bit is a sign.
+    codebook : whether a code is the index of a number in a table, which each KV head has its own of.
     """
 
     name: str
@@ -48,11 +49,12 @@ class Format:
     infinities: bool = False
     nan_codes: tuple[int, ...] = ()
     signed: bool = True
+    codebook: bool = False
 
     @property
     def integer(self) -> bool:
         """Whether codes are two's complement integers."""
-        return self.exponent_bits == 0
+        return self.exponent_bits == 0 and not self.codebook
 
     @property
     def significand_bits(self) -> int:
@@ -60,7 +62,9 @@ class Format:
         return self.bits if self.integer else self.fraction_bits + 1
 
     def decode(self, code: int) -> Decoded:
-        """Decode one code; ValueError when it does not fit the format."""
+        """Decode one code; ValueError when it does not fit the format or means nothing by itself."""
+        if self.codebook:
+            raise ValueError(f"a {self.name} code is an index into a table; decode the table's entry")
         if not 0 <= code < 1 << self.bits:
             raise ValueError(f"a {self.name} code has {self.bits} bits, got {code:#x}")
         if self.integer:
@@ -90,6 +94,15 @@ INT4 = Format("int4", 6, 4)
 ELEMENT_FORMATS: dict[str, Format] = {
     f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP4_E2M1, INT8, INT4)
 }
+"""Formats whose codes have a meaning by themselves."""
+LUT4 = Format("lut4", 7, 4, codebook=True)
+"""4 bits that choose one of 16 fp16 numbers of the KV head's own."""
+LUT_ENTRIES = 1 << LUT4.bits
+LUT_FORMAT = FP16
+LUT_SCALES: tuple[str, ...] = ("bf16", "e4m3", "e8m0")
+"""Scale formats that go with `LUT4`: with them an element keeps to 19 bits."""
+ROW_FORMATS: dict[str, Format] = {**ELEMENT_FORMATS, LUT4.name: LUT4}
+"""All formats that K and V may have."""
 QUERY_FORMATS: dict[str, Format] = {f.name: f for f in (BF16, FP16)}
 
 E8M0 = Format("e8m0", 3, 8, 8, 0, 127, signed=False)
