@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+import oracle
 import torch
 from nearkv_hw.abi.formats import (
     ELEMENT_FORMATS,
@@ -67,12 +68,42 @@ class Case:
     def positions(self):
         """Positions of query rows [batch, query_rows] and of rows [batch, rows] with the case's distances."""
         batch, rows = self.k.shape[:2]
+        tree = self.options.get("tree") is not None
         query_rows = self.q.shape[1] if self.q.dim() == 4 else 1
         query, held = (self.options.get(name) for name in ("query_positions", "row_positions"))
         shift = query_rows if query is None else 0  # of several query rows the first may stand before row 0
         query = torch.arange(rows, rows + query_rows) if query is None else query
         held = torch.arange(shift, rows + shift) if held is None else held
-        return query.view(query.numel() // query_rows, query_rows).expand(batch, -1), held.expand(batch, rows)
+        query = query.view(query.numel() // query_rows, query_rows).expand(batch, -1)
+        held = held.expand(batch, rows)
+        return query, torch.cat([held[:, : rows - query_rows], query], dim=1) if tree else held
+
+    def sees(self):
+        """What each query row sees, bool [batch, kv_heads, query_rows, rows], worked out row by row."""
+        batch, rows, kv_heads, _ = self.k.shape
+        query, held = self.positions()
+        given = {
+            name: self.options[name] for name in ("causal", "window", "kept_rows") if name in self.options
+        }
+        seen = torch.tensor(
+            [[oracle.sees(p, held[b].tolist(), **given) for p in query[b].tolist()] for b in range(batch)],
+            dtype=torch.bool,
+        ).reshape(batch, 1, query.shape[1], rows)
+        visible, tree = self.options.get("visible"), self.options.get("tree")
+        if visible is not None:
+            seen = seen & (visible if visible.dim() == 3 else visible.unsqueeze(1)).unsqueeze(1)
+        if tree is not None:
+            seen[..., rows - query.shape[1] :] &= tree if tree.dim() == 2 else tree.unsqueeze(1)
+        if "ranges" in self.options:
+            inside = [
+                [any(b <= r < e for b, e in own) for r in range(rows)] for own in self.options["ranges"]
+            ]
+            seen = seen & torch.tensor(inside, dtype=torch.bool).reshape(batch, 1, 1, rows)
+        seen = seen.expand(batch, kv_heads, -1, rows)
+        if "pages" in self.options:
+            pages = self.options["pages"].repeat_interleave(self.options["page_rows"], dim=2)[:, :, :rows]
+            seen = seen & pages.unsqueeze(2)
+        return seen
 
     def describe(self):
         """One line for a report of a failure."""
@@ -283,13 +314,38 @@ def random_case(rng, largest=None):
         options["alibi_slopes"] = torch.tensor(
             [rng.choice((0.0, -0.0, 0.5, -0.25, 2.0**-8, 1e-5, 1e30, 1e-40)) for _ in range(kv_heads * group)]
         )
-    if rng.random() < 0.3:
-        options |= random_positions(rng, shape, rows)
+    options |= random_visibility(rng, shape, rows, kv_heads, generator)
     v_scale = None
     if rng.random() < 0.4:
         choices = (1.0, 0.0173, -3.0, 0.0, 1e-40, 1e30, torch.inf, -torch.inf, torch.nan)
         v_scale = torch.tensor([rng.choice(choices) for _ in range(kv_heads)])
     return Case(q, k, v, options, v_scale, f"{'/'.join(regimes)} specials {specials}")
+
+
+def random_visibility(rng, shape, rows, kv_heads, generator):
+    """What may be said of visibility, positions included, for a q of a shape."""
+    batch, query_rows = shape[0], shape[1] if len(shape) == 4 else 1
+    options = random_positions(rng, shape, rows) if rng.random() < 0.3 else {}
+    if rng.random() < 0.3:
+        options["causal"] = True
+    if rng.random() < 0.3:
+        options["window"] = rng.choice((1, 2, rng.randint(1, rows + 2), 1 << 22))
+        if rng.random() < 0.5:
+            options["kept_rows"] = rng.randint(0, rows + 1)
+    if rng.random() < 0.2:
+        bounds = [
+            [sorted(rng.randint(0, rows) for _ in range(2)) for _ in range(rng.randint(0, 3))]
+            for _ in range(batch)
+        ]
+        options["ranges"] = [[tuple(pair) for pair in own] for own in bounds]
+    if rng.random() < 0.2 and query_rows <= rows and "row_positions" not in options:
+        size = (batch, query_rows, query_rows) if rng.random() < 0.5 else (query_rows, query_rows)
+        options["tree"] = torch.rand(size, generator=generator) < 0.6
+    if rng.random() < 0.2:
+        options["page_rows"] = rng.choice((1, 2, 3, 4, rows + 1))
+        pages = -(-rows // options["page_rows"])
+        options["pages"] = torch.rand(batch, kv_heads, pages, generator=generator) < 0.6
+    return options
 
 
 def random_positions(rng, shape, rows):

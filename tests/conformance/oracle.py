@@ -230,6 +230,75 @@ def biased(s, slope, distance):
     return max(-LIMIT, min(s, LIMIT))
 
 
+# --- 10. Visible rows
+
+
+def sees(position, rows, *, causal=False, window=None, kept_rows=0):
+    """Which rows a query row at a position sees, of rows at these positions."""
+    found = []
+    for index, row in enumerate(rows):
+        seen = row <= position or not (causal or window)
+        if window and row <= position - window and index >= kept_rows:
+            seen = False
+        found.append(seen)
+    return found
+
+
+# --- 13. Pages
+
+
+def outward(name, element, up):
+    """The code of an element rounded up or down to bf16 or fp16; no NaN."""
+    sign, m, e = element
+    exponent_bits, fraction_bits, bias = FLOATS[name]
+    minus = sign << (exponent_bits + fraction_bits)
+    if m == INF:
+        return minus | infinity(name)
+    unit = max(e + m.bit_length() - 1 - fraction_bits, 1 - bias) if m else 1 - bias
+    kept = Fraction(m) * Fraction(2) ** (e - unit)
+    away = up != bool(sign)
+    kept = int(kept) + (away and kept.denominator > 1)
+    if kept >> (fraction_bits + 1):
+        kept, unit = kept >> 1, unit + 1
+    if not kept >> fraction_bits:
+        return minus | kept
+    x = unit + bias
+    if x >= (1 << exponent_bits) - 1:
+        return minus | infinity(name) - (not away)
+    return minus | x << fraction_bits | kept - (1 << fraction_bits)
+
+
+def summary(name, rows):
+    """(least, largest): codes per channel of decoded rows."""
+    return tuple([_extreme(name, column, up) for column in zip(*rows, strict=True)] for up in (False, True))
+
+
+def _extreme(name, column, up):
+    if any(m == NAN for _, m, _ in column):
+        return NANS[name]
+
+    def order(element):
+        sign, m, e = element
+        size = Fraction(2) ** 10_000 if m == INF else m * Fraction(2) ** e
+        return (-size, 0) if sign else (size, 1)  # -0 below +0
+
+    return outward(name, (max if up else min)(column, key=order), up)
+
+
+def bound(q, least, largest, c):
+    """The bound of a page for one query; `least` and `largest` are decoded summaries."""
+    row = [low if x[0] ^ c[0] else high for x, low, high in zip(q, least, largest, strict=True)]
+    s = score(q, row, c)
+    return LIMIT if s in ("nan", "+inf") else -LIMIT if s == "-inf" else s
+
+
+def select(bounds, count, candidates):
+    """The selected pages, in their order, of those that are candidates."""
+    ranked = sorted(candidates, key=lambda page: (-bounds[page], page))
+    newest = candidates[-1:]
+    return sorted(newest + [page for page in ranked if page not in newest][: count - 1])
+
+
 # --- 5. Partial result
 
 

@@ -98,22 +98,26 @@ def test_finish_of_any_state(numerators, top, high, low):
 # --- Whole calls
 
 ROWS = ("k_scales", "v_scales")
+VISIBILITY = {
+    "visible", "causal", "window", "kept_rows", "ranges", "tree", "pages", "page_rows", "query_positions",
+    "row_positions",
+}  # fmt: skip
 
 
 def picked(case, rows, sinks=True):
     """The case with some of its rows, in the given order."""
-    options = {n: x[:, rows] if n in ROWS else x for n, x in case.options.items()}
-    if "visible" in options:
-        options["visible"] = options["visible"][..., rows]
+    options = {n: x[:, rows] if n in ROWS else x for n, x in case.options.items() if n not in VISIBILITY}
     if not sinks:
         options.pop("sinks", None)
-    if "alibi_slopes" in options:
-        query, held = case.positions()
-        options |= {"query_positions": query, "row_positions": held[:, rows]}
-        if case.q.dim() == 3:
-            options["query_positions"] = query[:, 0]
-    else:
-        options.pop("row_positions", None)
+    # All that was said of visibility, row by row, so that it does not change with what rows there are.
+    seen, (query, held) = case.sees(), case.positions()
+    by_query_row, by_head = seen.any(1), seen.any(2)
+    assert torch.equal(by_query_row.unsqueeze(1) & by_head.unsqueeze(2), seen)
+    options |= {"visible": by_query_row[..., rows], "pages": by_head[..., rows], "page_rows": 1}
+    options |= {
+        "query_positions": query if case.q.dim() == 4 else query[:, 0],
+        "row_positions": held[:, rows],
+    }
     v = None if case.v is None else case.v[:, rows]
     return Case(case.q, case.k[:, rows], v, options, case.v_scale, case.name)
 
@@ -225,9 +229,9 @@ def test_batch_query_rows_and_heads_change_nothing():
         for name in ROWS:
             if name in options:
                 options[name] = options[name][b : b + 1, :, h : h + 1]
-        if "visible" in options:
-            visible = options["visible"][b : b + 1]
-            options["visible"] = visible if visible.dim() == 2 else visible[:, t]
+        for name in VISIBILITY & set(options):
+            del options[name]
+        options["visible"] = case.sees()[b : b + 1, h, t]
         if "sinks" in options:
             options["sinks"] = options["sinks"][head : head + 1]
         if "alibi_slopes" in options:
@@ -248,9 +252,8 @@ def test_batch_query_rows_and_heads_change_nothing():
 
 def test_masking_a_row_is_removing_it():
     for case in cases():
-        if "visible" not in case.options or case.options["visible"].dim() != 2 or case.k.shape[0] != 1:
-            continue
-        kept = case.options["visible"][0].nonzero().flatten()
+        seen = case.sees()
+        kept = seen.flatten(0, 2).any(0).nonzero().flatten()
         assert picked(case, kept).partial().equal(case.partial()), case.describe()
 
 

@@ -50,15 +50,15 @@ def oracle_partials(case):
     q = codes(case.q) if case.q.dim() == 4 else codes(case.q).unsqueeze(1)
     batch, query_rows, q_heads, _ = q.shape
     group = q_heads // case.k.shape[2]
-    k_scale, sinks, visible, slopes, cap = (
-        case.options.get(name) for name in ("k_scale", "sinks", "visible", "alibi_slopes", "softcap")
+    k_scale, sinks, slopes, cap = (
+        case.options.get(name) for name in ("k_scale", "sinks", "alibi_slopes", "softcap")
     )
     query_positions, row_positions = case.positions()
+    visible = case.sees()
     found = []
     for b in range(batch):
         rows = [decoded_rows_of_both(case, b, h) for h in range(case.k.shape[2])]
         for t in range(query_rows):
-            mask = None if visible is None else visible[b] if visible.dim() == 2 else visible[b, t]
             for head in range(q_heads):
                 h = head // group
                 factors = (case.options["scale"], 1.0 if k_scale is None else k_scale[h].item())
@@ -69,7 +69,7 @@ def oracle_partials(case):
                 )
                 query = oracle.decode_row(FORMAT_OF[case.q.dtype], q[b, t, head].tolist())
                 sink = None if sinks is None else sinks[head].item()
-                flags = None if mask is None else mask.tolist()
+                flags = visible[b, h, t].tolist()
                 changes = {
                     "cap": None if cap is None else oracle.cap_factor(cap),
                     "slope": None if slopes is None else oracle.slope_factor(slopes[head].item()),

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from nearkv.reference.alibi import alibi_bits
 from nearkv.reference.elements import VALUE_FORMATS
-from nearkv.reference.positions import Positions, checked_positions
 from nearkv.reference.rows import Blocks, Names, Rows, checked_rows, pair
 from nearkv.reference.score import score_factor
 from nearkv.reference.softcap import softcap_bits
+from nearkv.reference.visibility import Asked, Visibility, checked_visibility
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,10 @@ class Attention:
     v : the V rows, or None: the first `value_dim` elements of each K row.
     value_dim : elements of a V row and of a result.
     factors : int32 [Hkv], float32 codes of the score's factor c.
-    visible : bool [B, 1 or T, rows], or None.
     sinks : float32 [Hq], or None.
     softcap : float32 bits of C2, or None.
     slopes : int32 [Hq], float32 codes of the ALiBi slopes in base 2, or None.
-    positions : of query rows and rows.
+    visibility : which rows a query row sees, and positions.
     """
 
     q: Tensor
@@ -41,11 +40,10 @@ class Attention:
     v: Rows | None
     value_dim: int
     factors: Tensor
-    visible: Tensor | None
     sinks: Tensor | None
     softcap: int | None
     slopes: Tensor | None
-    positions: Positions
+    visibility: Visibility
 
     @property
     def rows(self) -> int:
@@ -65,7 +63,6 @@ def check(
     *,
     scale: float,
     value_dim: int | None,
-    visible: Tensor | None,
     sinks: Tensor | None,
     k_format: str,
     v_format: str | None,
@@ -79,23 +76,20 @@ def check(
     v_scale: Tensor | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
-    query_positions: Tensor | None,
-    row_positions: Tensor | None,
+    asked: Asked,
 ) -> Attention:
     """The call in one form; ValueError or TypeError that says what was given and what is allowed."""
     _check_devices(
         q=q,
         k=k,
         v=v,
-        visible=visible,
         sinks=sinks,
         k_scales=k_scales,
         v_scales=v_scales,
         k_lut=k_lut,
         v_lut=v_lut,
         v_scale=v_scale,
-        query_positions=query_positions,
-        row_positions=row_positions,
+        **{name: given for name, given in vars(asked).items() if isinstance(given, Tensor)},
     )
     if q.dim() not in (3, 4):
         raise ValueError(
@@ -133,12 +127,11 @@ def check(
         k=k_rows,
         v=v_rows,
         value_dim=lanes,
-        factors=_factors(scale, k_scale, softcap, k.shape[2]).to(q.device),
-        visible=None if visible is None else _checked_visible(visible, rows, k),
+        factors=score_factors(scale, k_scale, softcap, k.shape[2]).to(q.device),
         sinks=None if sinks is None else _checked_sinks(sinks, rows.shape[2]),
         softcap=cap,
         slopes=None if alibi_slopes is None else _slopes(alibi_slopes, rows.shape[2]).to(q.device),
-        positions=checked_positions(q, k.shape[1], query_positions, row_positions),
+        visibility=checked_visibility(q, k.shape[1], k.shape[2], asked),
     )
 
 
@@ -187,7 +180,7 @@ def _checked_value_dim(value_dim: int | None, k: Tensor, v: Tensor | None) -> in
     return v.shape[3]
 
 
-def _factors(scale: float, k_scale: Tensor | None, softcap: float | None, kv_heads: int) -> Tensor:
+def score_factors(scale: float, k_scale: Tensor | None, softcap: float | None, kv_heads: int) -> Tensor:
     """The score's factor per KV head, int32 codes on the CPU."""
     if k_scale is None:
         codes = [score_factor(scale, softcap=softcap)] * kv_heads
@@ -213,20 +206,6 @@ def _check_per_head(name: str, factor: Tensor, heads: int, kind: str) -> None:
         raise TypeError(f"{name} must be a float32 tensor [{kind}], not {given}")
     if tuple(factor.shape) != (heads,):
         raise ValueError(f"{name} must be [{kind}] = ({heads},), got {tuple(factor.shape)}")
-
-
-def _checked_visible(visible: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """`visible` as [B, 1 or T, rows]."""
-    batch, query_rows, rows = q.shape[0], q.shape[1], k.shape[1]
-    if visible.dtype != torch.bool:
-        raise TypeError(f"visible must be bool (True = attend), got {visible.dtype}")
-    shape = tuple(visible.shape)
-    if shape == (batch, rows):
-        return visible.unsqueeze(1)
-    if shape == (batch, query_rows, rows):
-        return visible
-    allowed = f"{(batch, rows)} or {(batch, query_rows, rows)}"
-    raise ValueError(f"visible must be [batch, rows] or [batch, query_rows, rows], {allowed}, got {shape}")
 
 
 def _checked_sinks(sinks: Tensor, q_heads: int) -> Tensor:

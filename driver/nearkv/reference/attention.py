@@ -22,6 +22,7 @@ from nearkv.reference.partial import Partial, merge
 from nearkv.reference.rows import Blocks, Names
 from nearkv.reference.score import Change, Weights, sink_weights, weigh
 from nearkv.reference.threads import threads_for
+from nearkv.reference.visibility import Asked, Ranges
 
 BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Products that one block of rows makes at most (one row at least), by kind of device: this bounds the memory
@@ -33,6 +34,15 @@ class Options(TypedDict, total=False):
 
     value_dim: int | None
     visible: Tensor | None
+    causal: bool
+    window: int | None
+    kept_rows: int
+    ranges: Ranges | None
+    tree: Tensor | None
+    pages: Tensor | None
+    page_rows: int | None
+    query_positions: Tensor | None
+    row_positions: Tensor | None
     sinks: Tensor | None
     k_format: str
     v_format: str | None
@@ -46,8 +56,6 @@ class Options(TypedDict, total=False):
     v_scale: Tensor | None
     softcap: float | None
     alibi_slopes: Tensor | None
-    query_positions: Tensor | None
-    row_positions: Tensor | None
     out_dtype: torch.dtype
 
 
@@ -89,6 +97,15 @@ def decode_attention(
     scale: float,
     value_dim: int | None = None,
     visible: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    kept_rows: int = 0,
+    ranges: Ranges | None = None,
+    tree: Tensor | None = None,
+    pages: Tensor | None = None,
+    page_rows: int | None = None,
+    query_positions: Tensor | None = None,
+    row_positions: Tensor | None = None,
     sinks: Tensor | None = None,
     k_format: str = "bf16",
     v_format: str | None = None,
@@ -102,8 +119,6 @@ def decode_attention(
     v_scale: Tensor | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    row_positions: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     partial: bool = False,
     return_lse: bool = False,
@@ -120,8 +135,20 @@ def decode_attention(
         k_scale is no part of it.
     scale : multiplies q·k before the softmax (natural base).
     value_dim : elements of a V row; needed only without v.
-    visible : bool [batch, rows] or [batch, query_rows, rows], True where a row is attended; without it, all
-        rows are. What an invisible row holds never matters.
+    visible : bool [batch, rows] or [batch, query_rows, rows], True where a row may be attended. A row is
+        attended where this and all that follows, to `pages`, allow it; where nothing is said, all rows are.
+        What an invisible row holds never matters.
+    causal : no row whose position is after the query row's.
+    window : rows up to the query row, itself included, by position; implies `causal`.
+    kept_rows : first rows that stay visible under a window.
+    ranges : (begin, end) pairs of row indices, or such a list per sequence; their union.
+    tree : bool [query_rows, query_rows] or [batch, query_rows, query_rows]: the last rows are those of the
+        query rows, which see them as it says. Their positions are the query rows'.
+    pages : bool [batch, kv_heads, pages], as `select_pages` finds them; pages of `page_rows` rows.
+    query_positions : int64 [query_rows] or [batch, query_rows] ([batch] for q without query rows), from 0 to
+        2^23 - 1. Without them the last query row has the position of the last row, rows - 1.
+    row_positions : int64 [rows] or [batch, rows]; without them a row's position is its index. They need
+        query_positions.
     sinks : float32 [q_heads], one more logit per query head, in the denominator alone.
     k_format, v_format : formats of codes, names of `nearkv_hw.abi.formats.ROW_FORMATS`; V's is K's when not
         given. Values bring their own.
@@ -135,10 +162,6 @@ def decode_attention(
         and at most 709.78. It adds at most softcap * 1.5e-7 to the relative error of a weight.
     alibi_slopes : float32 [q_heads]; slope * (row's position - query row's position) is added to a score of
         natural base, after the softcap. Sinks have no bias.
-    query_positions : int64 [query_rows] or [batch, query_rows] ([batch] for q without query rows), from 0 to
-        2^23 - 1. Without them the last query row has the position of the last row, rows - 1.
-    row_positions : int64 [rows] or [batch, rows]; without them a row's position is its index. They need
-        query_positions.
     out_dtype : torch.float32, torch.bfloat16 or torch.float16.
     partial : return the partial result, for `merge` and `finish`.
     return_lse : return (result, natural-base log-sum-exp float32 [..., q_heads]).
@@ -162,7 +185,6 @@ def decode_attention(
         v,
         scale=scale,
         value_dim=value_dim,
-        visible=visible,
         sinks=sinks,
         k_format=k_format,
         v_format=v_format,
@@ -176,8 +198,9 @@ def decode_attention(
         v_scale=v_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
-        query_positions=query_positions,
-        row_positions=row_positions,
+        asked=Asked(
+            visible, causal, window, kept_rows, ranges, tree, pages, page_rows, query_positions, row_positions
+        ),
     )
     with threads_for(_products(call), q.device):
         result = _attend(call)
@@ -201,13 +224,12 @@ def _attend(call: Attention) -> Partial:
     if call.sinks is not None:
         result = _with_sinks(result, call.sinks.view(heads, 1, group).expand(heads, query_rows, group))
     for begin, end in _blocks(call):
-        visible = None if call.visible is None else call.visible[:, :, begin:end]
+        visible = call.visibility.of(begin, end)
         if visible is not None:
             if not bool(visible.any()):
                 continue
-            if visible.shape[1] > 1:
-                visible = visible.repeat_interleave(group, dim=1)
-            visible = visible.unsqueeze(1)
+            if visible.shape[2] > 1:
+                visible = visible.repeat_interleave(group, dim=2)
         k = call.k.decode(begin, end)
         v = k.first(call.value_dim) if call.v is None else call.v.decode(begin, end)
         weights = weigh(q, k.unsqueeze(2), factor, visible, _change(call, begin, end))
@@ -226,7 +248,7 @@ def _change(call: Attention, begin: int, end: int) -> Change:
     if call.slopes is None:
         return Change(call.softcap)
     group = call.q.shape[2] // call.kv_heads
-    distances = call.positions.distances(begin, end).repeat_interleave(group, dim=1).unsqueeze(1)
+    distances = call.visibility.distances(begin, end).repeat_interleave(group, dim=1).unsqueeze(1)
     slopes = call.slopes.view(call.kv_heads, 1, group).expand(-1, call.q.shape[1], -1)
     return Change(call.softcap, slopes.reshape(call.kv_heads, -1, 1), distances)
 

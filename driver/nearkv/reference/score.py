@@ -122,6 +122,22 @@ def weigh(q: Elements, k: Elements, factor: Tensor, visible: Tensor | None, chan
     return _weights(change(scores), ~(dropped | nan), nan.any(-1))
 
 
+def bounds(q: Elements, rows: Elements, factor: Tensor) -> Tensor:
+    """S before softcap and bias of rows that bound others; NaN and infinities rank as the largest S.
+
+    Parameters
+    ----------
+    q, rows : elements that broadcast to [..., rows, head_dim].
+    factor : float32 codes of c (int32), broadcasts to [..., rows].
+    """
+    negative, significand, exponent = float32_parts(factor)
+    scores = _scores(_dot(q, rows), negative, significand, exponent)
+    if q.nan is None and rows.nan is None:
+        return scores
+    nan, up, down = _special_rows(q, rows, negative, significand == 0)
+    return scores.masked_fill(nan | up, SCORE_LIMIT).masked_fill(down, -SCORE_LIMIT)
+
+
 def sink_weights(sinks: Tensor) -> Weights:
     """The weight [..., 1] of each attention sink; float32 [...]."""
     negative, significand, exponent = float32_parts(sinks.view(torch.int32))
