@@ -48,6 +48,30 @@ def where_is_near(
 
 
 @app.command()
+def accuracy(
+    write: Annotated[
+        Path | None, typer.Option(help="Write the table of numerics.md in this folder: docs.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """How far is the contract from float64, for every variant and format?"""
+    from nearkv.study import accuracy as study
+    from nearkv.study import blocks
+
+    if write:
+        blocks.check(write, study.PAGE, figures=False)
+    with steps_bar(len(study.VARIANTS)) as steps:
+        errors = study.measure(steps.begin)
+    written = study.write(write, errors) if write else []
+    if as_json:
+        print_json({"spreads": study.SPREADS, "errors": errors, "added": study.added(errors)})
+        return
+    print(study.block(errors))
+    for path in written:
+        say(f"wrote {path}")
+
+
+@app.command()
 def quantisation(
     model: Annotated[
         Path | None, typer.Option(help="Folder of a model, as transformers saves one; SmolLM2 if not given.")

@@ -10,6 +10,7 @@ from nearkv_hw.abi.formats import E8M0, Format
 from torch import Tensor
 
 from nearkv.errors import ArgumentError, DtypeError, ShapeError
+from nearkv.reference.threads import threads_for
 
 from .formats import RowFormat, Rule
 from .llama import q4_0, q8_0
@@ -74,6 +75,11 @@ def quantise(rows: Tensor, form: RowFormat, *, head_scale: Tensor | None = None)
         none, and, where the scale per head is to be found, rows that are not finite.
     """
     _check_rows(rows)
+    with threads_for(rows.numel(), rows.device):
+        return _quantised(rows, form, head_scale)
+
+
+def _quantised(rows: Tensor, form: RowFormat, head_scale: Tensor | None) -> Quantised:
     numbers = rows.detach().double()
     if form.rule is not Rule.NEAREST:
         return _by_llama(rows.detach().float(), form)

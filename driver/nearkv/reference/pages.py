@@ -15,6 +15,7 @@ from nearkv.reference.elements import VALUE_FORMATS, Elements, decode
 from nearkv.reference.rows import Blocks, Names, checked_rows, pair
 from nearkv.reference.score import bounds
 from nearkv.reference.softcap import softcap_bits
+from nearkv.reference.threads import threads_for
 
 _NAN = {BF16: NAN_BF16, FP16: NAN_FP16}
 _SIGN = 1 << 15
@@ -98,11 +99,12 @@ def page_summaries(
     )
     form = rows.element if rows.element.name in VALUE_FORMATS.values() else BF16
     least, largest = [], []
-    for begin in range(0, k.shape[1], page_rows):
-        low, high, nan = _keys(rows.decode(begin, min(begin + page_rows, k.shape[1])), form)
-        unknown = nan.any(-2)
-        least.append(_codes(low.amin(-2), unknown, form))
-        largest.append(_codes(high.amax(-2), unknown, form))
+    with threads_for(k.numel(), k.device):
+        for begin in range(0, k.shape[1], page_rows):
+            low, high, nan = _keys(rows.decode(begin, min(begin + page_rows, k.shape[1])), form)
+            unknown = nan.any(-2)
+            least.append(_codes(low.amin(-2), unknown, form))
+            largest.append(_codes(high.amax(-2), unknown, form))
     if not least:
         none = torch.zeros(k.shape[0], 0, *k.shape[2:], dtype=torch.int16, device=k.device)
         return PageSummaries(none, none, form, page_rows)
@@ -154,7 +156,8 @@ def select_pages(
     if softcap is not None:
         softcap_bits(softcap)
     factors = score_factors(scale, k_scale, softcap, kv_heads).to(q.device)
-    found = _bounds(rows, summaries, factors)
+    with threads_for(rows[..., 0].numel() * pages * head_dim, q.device):
+        found = _bounds(rows, summaries, factors)
     order = found.masked_fill(~may.unsqueeze(1), _NOT_A_CANDIDATE)
     if pages:
         index = torch.arange(pages, device=q.device)
