@@ -196,6 +196,24 @@ def test_crop_fork_free_and_reset(device):
         assert kv.sequence().slot == copy.slot
 
 
+def test_a_windowed_cache_rewinds(model):
+    """A11: six rows, back to three, one more: the window of four sees those four, in every layer."""
+    k, v = context(6, 1, 8, 8, seed=1)
+    more = context(1, 1, 8, 8, seed=5)
+    q = values(1, 2, 8, seed=9)
+    with model.kv_cache(layers=2, kv_heads=1, head_dim=8, dtype="fp16", page_rows=4) as kv:
+        handle = kv.sequence()
+        for layer in range(2):
+            kv.append(handle, layer=layer, k=k, v=v)
+        kv.crop(handle, 3)
+        rows = [torch.cat([old[:3], new]) for old, new in zip((k, v), more, strict=True)]
+        for layer in range(2):
+            kv.append(handle, layer=layer, k=more[0], v=more[1])
+            assert kv.length(handle, layer) == 4
+            found = kv.attend([handle], layer=layer, q=q, scale=0.3, window=4)
+            assert same_bits(found, expected(q, [rows], scale=0.3))
+
+
 def test_a_batch_is_appended_to_the_named_sequences_only(model):
     """E9: rows go to sequences 3 and 1, in that order; the others stay as they are."""
     with model.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="fp16") as kv:

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from nearkv.quantise import PRESETS, RowFormat, attention_arguments, quantise
 from nearkv.reference import Partial, decode_attention, finish, log_sum_exp, merge
 
 bf16 = torch.bfloat16
@@ -40,6 +41,14 @@ def test_a3_window_of_one_is_the_last_row():
     q, k, v = (torch.randn(shape).to(bf16) for shape in ((1, 1, 8), (1, 6, 1, 8), (1, 6, 1, 5)))
     result = decode_attention(q, k, v, scale=1.0, visible=last(6, 1))
     assert torch.equal(result.flatten(), v[0, -1, 0].float())
+
+
+def test_a5_a_chunk_counts_the_window_as_a_step_does():
+    q, k, v = (torch.randn(shape).to(bf16) for shape in ((1, 6, 2, 8), (1, 6, 1, 8), (1, 6, 1, 8)))
+    prompt = decode_attention(q, k, v, scale=0.3, window=3)
+    for t in range(6):
+        step = decode_attention(q[:, t], k[:, : t + 1], v[:, : t + 1], scale=0.3, window=3)
+        assert torch.equal(prompt[:, t], step)
 
 
 def test_a7_query_rows_see_what_serial_steps_see():
@@ -85,6 +94,17 @@ def test_b1_merge_of_two_empty_states():
     assert log_sum_exp(merged).tolist() == [[-torch.inf, -torch.inf]]
 
 
+def test_b3_a_chunk_without_rows_is_neutral():
+    """Two requests in two chunks; the second one has no row in the first chunk."""
+    q, k, v = (torch.randn(shape).to(bf16) for shape in ((2, 2, 8), (2, 5, 1, 8), (2, 5, 1, 4)))
+    first, second = torch.tensor([[True] * 3, [False] * 3]), torch.ones(2, 2).bool()
+    empty = decode_attention(q, k[:, :3], v[:, :3], scale=0.5, visible=first, partial=True)
+    assert log_sum_exp(empty)[1].tolist() == [-torch.inf, -torch.inf]
+    chunks = merge(empty, decode_attention(q, k[:, 3:], v[:, 3:], scale=0.5, visible=second, partial=True))
+    whole = decode_attention(q, k, v, scale=0.5, visible=torch.cat([first, second], dim=1))
+    assert torch.equal(finish(chunks), whole)
+
+
 def test_b5_base_of_log_sum_exp_has_no_part_in_a_merge():
     q = torch.zeros(1, 1, 4, dtype=bf16)
     for rows, expected in ((3, 0.25), (1023, 2.0**-10)):
@@ -115,11 +135,44 @@ def test_b6_sink_counts_once_over_splits(empty_first_split, softcap):
     assert torch.equal(finish(whole), attend(slice(None), sinks=sinks))
 
 
-def test_b7_sink_counts_with_narrow_formats():
-    codes = torch.ones(1, 3, 1, 4, dtype=torch.uint8)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_b7_sink_counts_with_narrow_formats(preset):
+    rows, form = torch.ones(1, 3, 1, 4), PRESETS[preset]
+    arguments = attention_arguments(quantise(rows, form.k), quantise(rows, form.v))
     q = torch.zeros(1, 1, 4, dtype=bf16)
-    result = decode_attention(q, codes, codes, scale=1.0, k_format="int8", sinks=torch.zeros(1))
-    assert result.flatten().tolist() == [0.75] * 4
+    with_sink, without = (
+        decode_attention(q, scale=1.0, sinks=sinks, **arguments) for sinks in (torch.zeros(1), None)
+    )
+    assert torch.allclose(with_sink, without * 0.75, rtol=1e-6)
+    assert torch.allclose(without, torch.ones(4), rtol=0.15)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 7])
+def test_b9_any_number_of_splits(splits):
+    """Pages of 16 rows, every context from 1 to 70: rows dealt to splits by page."""
+    q, k, v = (torch.randn(shape).to(bf16) for shape in ((1, 2, 8), (1, 70, 1, 8), (1, 70, 1, 4)))
+    owner = torch.arange(70) // 16 % splits
+    for rows in range(1, 71):
+        seen = torch.arange(70) < rows
+        whole = decode_attention(q, k[:, :rows], v[:, :rows], scale=0.5)
+        parts = [
+            decode_attention(q, k, v, scale=0.5, visible=(seen & (owner == one)).unsqueeze(0), partial=True)
+            for one in range(splits)
+        ]
+        merged = parts[0]
+        for part in parts[1:]:
+            merged = merge(merged, part)
+        assert torch.equal(finish(merged), whole)
+
+
+def test_b11_sequences_of_a_batch_merge_apart():
+    q, k = torch.zeros(2, 1, 4, dtype=bf16), torch.ones(2, 4, 1, 4, dtype=bf16)
+    v = torch.tensor([1.0, 3.0]).view(2, 1, 1, 1).expand(2, 4, 1, 1).to(bf16)
+    parts = [
+        decode_attention(q, k[:, rows], v[:, rows], scale=1.0, partial=True)
+        for rows in (slice(3), slice(3, 4))
+    ]
+    assert finish(merge(*parts)).flatten().tolist() == [1.0, 3.0]
 
 
 def test_b13_many_equal_weights_are_not_lost():
@@ -138,6 +191,15 @@ def test_c1_stale_rows_of_a_page_never_matter(stale, dtype):
     assert torch.equal(
         decode_attention(q, k, v, scale=1.0, visible=torch.tensor([[1, 0, 0, 0]]).bool()), clean
     )
+
+
+def test_c3_a_hidden_row_is_left_out_not_added_to():
+    q, k, v = (torch.randn(shape).to(bf16) for shape in ((1, 2, 8), (1, 4, 1, 8), (1, 4, 1, 8)))
+    k[:, 2:] = torch.nan  # of the K rows alone
+    hidden = torch.tensor([[True, True, False, False]])
+    clean = decode_attention(q, k[:, :2], v[:, :2], scale=1.0)
+    assert torch.equal(decode_attention(q, k, v, scale=1.0, visible=hidden), clean)
+    assert torch.equal(decode_attention(q, k, v, scale=1.0, ranges=[(0, 2)]), clean)
 
 
 def test_c7_specials_in_visible_rows_are_defined():
@@ -220,6 +282,18 @@ def test_d9_scales_per_head_are_used_once_each():
         v_scale=torch.tensor([0.5]),
     )
     assert abs(result.item() - 1.23106) < 1e-5
+
+
+def test_d11_casts_of_e4m3_saturate():
+    """Rows beyond 448 become 448, infinities too; NaN stays NaN. No framework's cast has a say in it."""
+    numbers = torch.tensor([449.0, 464.0, 480.0, torch.inf, torch.nan]).view(1, 1, 1, 5)
+    rows = quantise(numbers, RowFormat("fp8_e4m3"))
+    v = decode_attention(
+        torch.ones(1, 1, 1, dtype=bf16), torch.ones(1, 1, 1, 1, dtype=bf16), rows.codes, scale=1.0,
+        v_format="fp8_e4m3",
+    ).flatten()  # fmt: skip
+    assert v[:4].tolist() == [448.0] * 4
+    assert v[4].isnan()
 
 
 def test_d13_value_dimension_of_its_own():
