@@ -131,7 +131,8 @@ def _integer_operations() -> Iterator[Operation]:
 
 def _reference_operations() -> Iterator[Operation]:
     claim = (
-        "what else the reference uses: clamp, floor division, bucketize, repeat_interleave, reinterpretation"
+        "what else the reference uses: clamp, floor division, bucketize, repeat_interleave, stable sort, "
+        "scatter, reinterpretation"
     )
     yield Operation(claim, "clamp", lambda x: x.first[torch.int64].clamp(-(1 << 20), 1 << 40))
     yield Operation(
@@ -149,6 +150,14 @@ def _reference_operations() -> Iterator[Operation]:
         ),
     )
     yield Operation(claim, "repeat_interleave", lambda x: x.shift.view(256, -1).repeat_interleave(3, dim=0))
+    yield Operation(
+        claim,
+        "stable sort",
+        lambda x: x.shift.view(64, -1).sort(dim=-1, descending=True, stable=True).indices,
+    )
+    yield Operation(claim, "scatter", lambda x: torch.zeros_like(x.shift).scatter(0, x.index, 1))
+    yield Operation(claim, "pad", lambda x: torch.nn.functional.pad(x.shift.view(64, -1), (3, 5)))
+    yield Operation(claim, "bits of float64", lambda x: x.a[torch.float64].view(torch.int64) >> 52)
     yield Operation(claim, "masked_fill", lambda x: x.shift.masked_fill(x.index > 1000, -5))
     yield Operation(claim, "any", lambda x: (x.shift.view(64, -1) > 61).any(1))
     yield Operation(
