@@ -33,7 +33,10 @@ from nearkv_hw.abi.lines import lines_of
 from nearkv_hw.abi.link import RATES
 
 FIRST_READ_CYCLES = 26
-"""Doorbell to the first K row's read command, query lines apart (`memory.first_read_cycles`)."""
+"""Doorbell to the first K row's read command, query lines and the opening of the row apart
+(`memory.first_read_cycles`)."""
+QUERY_WAIT_CYCLES = 36
+"""What queries that a host has just written wait for: their write, in a memory that was idle. Calibrated."""
 RETURN_CYCLES = 9
 """From a line at the DRAM's pins to its product: answer, order, decode, array."""
 PIPELINE_CYCLES = 41
@@ -57,9 +60,9 @@ PASS_CYCLES = 18.0
 """Cycles between the beats of two passes in the results. Calibrated."""
 OPEN_CYCLES: dict[Dram, float] = {
     Dram.DDR5_6400: 1.8,
-    Dram.DDR5_4800: 0.6,
-    Dram.LPDDR5X_8533: 8.5,
-    Dram.HBM3_6400: 8.3,
+    Dram.DDR5_4800: 0.0,
+    Dram.LPDDR5X_8533: 0.9,
+    Dram.HBM3_6400: 0.7,
 }
 """Cycles that opening the next pair of rows holds a slice up; what is not hidden behind the rows before.
 Calibrated, by part: little where a bank is ready long before its rows are wanted (DDR5, 32 banks and rows of
@@ -222,7 +225,16 @@ def call(config: DeviceConfig, work: Work, *, host_share: float = 0.0) -> float:
 def start_cycles(config: DeviceConfig) -> float:
     """Cycles from a doorbell to the first line at a unit, query lines apart."""
     crossbar = CROSSBAR_CYCLES if config.placement is Placement.FABRIC else 0
-    return FIRST_READ_CYCLES + read_cycles(config) + RETURN_CYCLES + crossbar
+    return FIRST_READ_CYCLES + _first_row(config) + read_cycles(config) + RETURN_CYCLES + crossbar
+
+
+def _first_row(config: DeviceConfig) -> int:
+    """Cycles that the first lines wait for their row and their queries: an idle memory has no row open."""
+    part = PARTS.get(config.dram)
+    if part is None:
+        return 0
+    frames = part.frames(config.density_gbit, config.refresh)
+    return QUERY_WAIT_CYCLES + (frames.activate_to_column - 1) * part.subchannels
 
 
 def read_cycles(config: DeviceConfig) -> int:

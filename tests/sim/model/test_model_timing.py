@@ -34,10 +34,17 @@ def test_a_single_job_by_hand():
 def test_refresh_and_rows_by_hand():
     config = configure()
     share = ceiling(PARTS[config.dram], config.density_gbit, config.refresh)
-    found = timing.batch(config, [work(config, rows=4096)])
+
+    def memory(rows, **rested):
+        return timing.batch(config, [work(config, rows=rows)], **rested).memory
+
     # a pair of rows of both sub-channels holds 256 lines
-    assert found.memory == pytest.approx(16384 * (1 + 1.8 / 256) / share)
-    assert found.start == pytest.approx((16 + 26 + 15 + 9) / share)
+    busy = 1 + timing.OPEN_CYCLES[config.dram] / 256
+    assert memory(256) == pytest.approx(1024 * busy)  # shorter than the three intervals that may be owed
+    assert memory(256, rested=False) == pytest.approx(1024 * busy / share)
+    # of 3,120 cycles each, which is 3.9 us
+    assert memory(1 << 16) == pytest.approx((262144 * busy - 3 * (1 - share) * 3120) / share)
+    assert timing.batch(config, [work(config)]).start == 16 + 26 + 36 + 10 + 15 + 9
 
 
 def test_two_drains_end_a_batch():
@@ -73,7 +80,8 @@ def test_cycles_are_linear_in_long_contexts():
 
 
 def test_refresh_by_sets_costs_nothing():
-    assert cycles(configure(refresh="per_bank"), rows=4096) < 0.93 * cycles(configure(), rows=4096)
+    rows = 1 << 16
+    assert cycles(configure(refresh="per_bank"), rows=rows) < 0.93 * cycles(configure(), rows=rows)
 
 
 def test_ranks_stream_at_once():
@@ -83,17 +91,22 @@ def test_ranks_stream_at_once():
 
 def test_host_traffic_takes_at_most_its_share():
     config = configure(fabric_share=4)
-    alone = timing.batch(config, [work(config, rows=4096)]).memory
-    beside = [timing.batch(config, [work(config, rows=4096)], host_share=h).memory for h in (0.1, 0.2, 0.9)]
+    jobs = [work(config, rows=4096)]
+    alone, *beside = (
+        timing.batch(config, jobs, host_share=share, rested=False).memory for share in (0, 0.1, 0.2, 0.9)
+    )
     assert [alone, *beside] == sorted([alone, *beside])
     assert beside[-1] == pytest.approx(alone / (12 / 16))
 
 
 def test_a_ring_takes_so_many_jobs():
     config = configure(ring_slots=4)
-    one = timing.batch(config, [work(config, jobs=4)]).total
-    assert cycles(config, jobs=8) == pytest.approx(2 * one)
-    assert cycles(config, jobs=5) == pytest.approx(one + timing.batch(config, [work(config)]).total)
+    one, next_ones, next_one = (
+        timing.batch(config, [work(config, jobs=jobs)], rested=rested).total
+        for jobs, rested in ((4, True), (4, False), (1, False))  # the second owes what the first did not pay
+    )
+    assert cycles(config, jobs=8) == pytest.approx(one + next_ones)
+    assert cycles(config, jobs=5) == pytest.approx(one + next_one)
 
 
 def test_few_jobs_do_not_balance():
