@@ -184,7 +184,7 @@ class DramMemory(wiring.Component):
         self._count(m, "uncorrectable", [way.done & way.uncorrectable for way in decoders])
 
     def _watch_queues(self, m, controllers, timer):
-        """Counts what waits, and when nothing does."""
+        """Counts what waits, and when nothing does; the refresh timer is told, too."""
         for queue, level in QUEUES.items():
             levels = [getattr(controller, level) for controller in controllers]
             total = Signal(16, name=f"{queue}_now")
