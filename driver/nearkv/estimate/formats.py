@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nearkv_hw.abi.formats import E8M0, ELEMENT_FORMATS, FP4_E2M1, FP8_E4M3, FP16, Format
-from nearkv_hw.abi.lines import row_pitch
+from nearkv_hw.abi.formats import ELEMENT_FORMATS, Format
 
 from nearkv.arguments import one_of
+from nearkv.quantise.formats import PRESETS, RowFormat
 
 
 @dataclass(frozen=True)
@@ -17,20 +17,22 @@ class KVFormat:
     Parameters
     ----------
     name : as users write it.
-    element : of every element.
-    scale : of the scales, or None.
-    block : elements that share a scale.
+    rows : of K and of V.
     """
 
     name: str
-    element: Format
-    scale: Format | None = None
-    block: int = 0
+    rows: RowFormat
+
+    @property
+    def element(self) -> Format:
+        """The format of every element."""
+        return self.rows.form
 
     @property
     def bits(self) -> float:
         """Bits of an element, its share of the scale included."""
-        return self.element.bits + (self.scale.bits / self.block if self.scale else 0)
+        scale = self.rows.scale_form
+        return self.element.bits + (scale.bits / self.rows.block if scale and self.rows.block else 0)
 
     def row_bytes(self, elements: int) -> float:
         """Bytes of a row without padding."""
@@ -38,17 +40,18 @@ class KVFormat:
 
     def pitch_bytes(self, elements: int) -> float:
         """Bytes of a row on the device: codes at a pitch of 16, 32 or whole lines; scales lie apart."""
-        codes = -(-elements * self.element.bits // 8)
-        return row_pitch(codes) + (-(-elements // self.block) * self.scale.bits / 8 if self.scale else 0)
+        return self.rows.row_bytes(elements)
 
 
 FORMATS: dict[str, KVFormat] = {
-    **{name: KVFormat(name, element) for name, element in ELEMENT_FORMATS.items() if element.bits >= 8},
-    "mxfp4": KVFormat("mxfp4", FP4_E2M1, E8M0, 32),
-    "nvfp4": KVFormat("nvfp4", FP4_E2M1, FP8_E4M3, 16),
-    "int4": KVFormat("int4", ELEMENT_FORMATS["int4"], FP16, 32),
+    **{
+        name: KVFormat(name, RowFormat(name))
+        for name, element in ELEMENT_FORMATS.items()
+        if element.bits >= 8
+    },
+    **{name: KVFormat(name, PRESETS[name].k) for name in ("mxfp4", "nvfp4", "int4")},
 }
-"""By name. One scale for a whole tensor (8-bit formats) takes no bytes of a row."""
+"""By name. One scale for a whole tensor or head takes no bytes of a row."""
 
 
 def kv_format(name: str) -> KVFormat:
