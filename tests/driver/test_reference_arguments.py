@@ -194,7 +194,17 @@ SCALED = {
                 "k_scales": torch.ones(2, 5, 2, 1).half(),
             },
             ValueError,
-            "scales of lut4 must be bf16, e4m3, e8m0, not fp16",
+            "scales of lut4 must be e4m3, e8m0, not fp16",
+        ),
+        (
+            {
+                "k": torch.ones(2, 5, 2, 8, dtype=torch.uint8),
+                "k_format": "lut4",
+                "k_lut": torch.ones(2, 16).half(),
+                "k_scales": torch.ones(2, 5, 2, 1, dtype=bf16),
+            },
+            ValueError,
+            "scales of lut4 must be e4m3, e8m0, not bf16",
         ),
         (
             {"scale_block": (16,)},

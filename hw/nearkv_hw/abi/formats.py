@@ -99,8 +99,8 @@ LUT4 = Format("lut4", 7, 4, codebook=True)
 """4 bits that choose one of 16 fp16 numbers of the KV head's own."""
 LUT_ENTRIES = 1 << LUT4.bits
 LUT_FORMAT = FP16
-LUT_SCALES: tuple[str, ...] = ("bf16", "e4m3", "e8m0")
-"""Scale formats that go with `LUT4`: with them an element keeps to 19 bits."""
+LUT_SCALES: tuple[str, ...] = ("e4m3", "e8m0")
+"""Scale formats that go with `LUT4`: with them an element keeps to 18 bits, as every other does."""
 ROW_FORMATS: dict[str, Format] = {**ELEMENT_FORMATS, LUT4.name: LUT4}
 """All formats that K and V may have."""
 QUERY_FORMATS: dict[str, Format] = {f.name: f for f in (BF16, FP16)}

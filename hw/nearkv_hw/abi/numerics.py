@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isqrt
 
-CONTRACT_VERSION = 2
+CONTRACT_VERSION = 3
 
 BIN_BITS = 32
 """W: the width of a bin; bin and offset are bit fields of an exponent."""
