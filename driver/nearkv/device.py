@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from nearkv_hw.abi import ABI_VERSION, DeviceConfig
+from nearkv_hw.abi import ABI_VERSION, DeviceConfig, Feature
 from nearkv_hw.abi.config import EXTENT_SHIFT
 from nearkv_hw.abi.descriptor import ATTEND, MAX_HEAD_DIM, MAX_VALUE_DIM
 from nearkv_hw.abi.memory import CACHE, RowLayout
@@ -76,6 +76,7 @@ class Device:
     Members
     -------
     config : what the device says that it is made of.
+    features : what it has beyond plain jobs; see `nearkv_hw.abi.Feature`.
     kind : how it runs: "model", "rtl", "cocotb", ...
 
     Raises
@@ -85,7 +86,7 @@ class Device:
 
     def __init__(self, port: Port) -> None:
         self.kind = port.kind
-        self.config = _identify(port)
+        self.config, self.features = _identify(port)
         self._port = port
         self._tenants: dict[int, Tenant] = {}
         self._caches: list[KVCache] = []
@@ -245,12 +246,12 @@ class Device:
                 f"tenant={aperture!r}: the device has apertures 0 to {self.config.apertures - 1}"
             )
         if aperture not in self._tenants:
-            self._tenants[aperture] = Tenant(self._port, self.config, aperture)
+            self._tenants[aperture] = Tenant(self._port, self.config, aperture, self.features)
         return self._tenants[aperture]
 
 
-def _identify(port: Port) -> DeviceConfig:
-    """The configuration in the device's identity line."""
+def _identify(port: Port) -> tuple[DeviceConfig, Feature]:
+    """The configuration in the device's identity line, and what it has beyond plain jobs."""
     address = register_address(port.config, 0, IDENTITY_LINE)
     (result,) = port.run([Read(np.array([address], np.uint64))])
     identity = IDENTITY.unpack(result.data[0].tobytes())
@@ -271,4 +272,4 @@ def _identify(port: Port) -> DeviceConfig:
         for f in fields(DeviceConfig)
         if f.name in identity
     }
-    return replace(port.config, **known)
+    return replace(port.config, **known), Feature(identity["features"]) & Feature.all()

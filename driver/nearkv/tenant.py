@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from nearkv_hw.abi import LINE_BYTES, DeviceConfig, Opcode, Status
+from nearkv_hw.abi import LINE_BYTES, DeviceConfig, Feature, Opcode, Status
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.descriptor import CLAIM, DESCRIPTOR_VERSION
 from nearkv_hw.abi.memory import CACHE, LAYOUT_VERSION, ROOT, ROOT_MAGIC
@@ -17,6 +17,8 @@ from .allocator import Arena, Extents, Pages
 from .codec import one, record_line
 from .errors import AccessError, DeviceError, OutOfMemoryError, VersionError
 from .ring import CommandRing
+
+_PLAIN = Feature(0)
 
 
 class Tenant:
@@ -29,6 +31,7 @@ class Tenant:
     port : the device.
     config : what the device says of itself.
     aperture : the tenant's number.
+    features : what the device has beyond plain jobs.
 
     Raises
     ------
@@ -39,8 +42,9 @@ class Tenant:
     moves : how often an area of `staging` or `scattered` went elsewhere; until then its addresses stay.
     """
 
-    def __init__(self, port: Port, config: DeviceConfig, aperture: int) -> None:
+    def __init__(self, port: Port, config: DeviceConfig, aperture: int, features: Feature = _PLAIN) -> None:
         self.config = config
+        self.features = features
         self.aperture = aperture
         self.ring = CommandRing(port, config, aperture)
         self._port = port

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nearkv_hw.abi import PRESETS, configure
+from nearkv_hw.abi import PRESETS, Feature, configure
 
 if TYPE_CHECKING:
     from .port import Port
@@ -34,6 +34,7 @@ def open_port(
     trace: bool = False,
     seed: int | None = None,
     kernel: str | None = None,
+    features: Feature | None = None,
     report: Report | None = None,
     **overrides: Any,
 ) -> Port:
@@ -47,6 +48,8 @@ def open_port(
         name.
     kernel : of the model device, and no other: "native" (compiled C++) or "torch", with the same bits. By
         default that of the environment variable NEARKV_KERNEL, else native where there is a C++ compiler.
+    features : of the model device, and no other: what it has beyond plain jobs, to try a driver on a smaller
+        device; by default all that the model knows.
     report : takes a line per step of a build; by default the terminal shows them.
     overrides : fields of `nearkv_hw.abi.DeviceConfig`.
 
@@ -65,10 +68,12 @@ def open_port(
         raise ValueError(f"seed={seed!r}: only the cocotb device does anything at random, not {kind}")
     if kernel is not None and kind != "model":
         raise ValueError(f"kernel={kernel!r}: only the model device has kernels, not {kind}")
+    if features is not None and kind != "model":
+        raise ValueError(f"features={features!r}: only the model device can leave some out, not {kind}")
     if kind == "model":
         from .model import ModelPort
 
-        return ModelPort(config, kernel=kernel, report=report)
+        return ModelPort(config, kernel=kernel, report=report, features=features)
     if kind == "rtl":
         from .rtl import RtlPort
 

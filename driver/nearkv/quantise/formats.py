@@ -7,7 +7,8 @@ from enum import Enum
 from fractions import Fraction
 
 from nearkv_hw.abi.formats import ELEMENT_FORMATS, SCALE_BLOCKS, SCALE_FORMATS, Format
-from nearkv_hw.abi.lines import LINE_BYTES, lines_of, row_pitch
+from nearkv_hw.abi.lines import LINE_BYTES, lines_of
+from nearkv_hw.abi.rows import Stored
 
 from nearkv.arguments import one_of
 from nearkv.errors import ArgumentError
@@ -86,25 +87,33 @@ class RowFormat:
         """The format of scales along a row."""
         return None if self.scale is None else SCALE_FORMATS[self.scale]
 
+    def stored(self, *, short: bool = True) -> Stored:
+        """How rows lie in memory, of a device that lets short rows share lines or not."""
+        return Stored(self.form, self.scale_form, self.block, short)
+
     def blocks(self, dim: int) -> int:
         """Scales of a row of `dim` elements."""
-        return 0 if self.scale is None else -(-dim // (self.block or dim))
+        return self.stored().blocks(dim)
 
     def code_bytes(self, dim: int) -> int:
         """Bytes of a row's codes."""
-        return -(-dim * self.form.bits // 8)
+        return self.stored().code_bytes(dim)
 
     def pitch_bytes(self, dim: int) -> int:
         """Bytes from one row's codes to the next's: 16, 32 or whole lines."""
-        return row_pitch(self.code_bytes(dim))
+        return self.stored().pitch_bytes(dim)
 
     def scale_bytes(self, dim: int) -> int:
-        """Bytes of a row's scales, which lie apart from the codes."""
-        return 0 if self.scale_form is None else self.blocks(dim) * self.scale_form.bits // 8
+        """Bytes of a row's scales, without padding; they lie apart from the codes."""
+        return self.stored().scale_bytes(dim)
+
+    def scale_pitch_bytes(self, dim: int) -> int:
+        """Bytes from one row's scales to the next's: a power of two up to a line, beyond that whole lines."""
+        return self.stored().scale_pitch_bytes(dim)
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of a row on a device, scales included."""
-        return self.pitch_bytes(dim) + self.scale_bytes(dim)
+        """Bytes of a row on a device, codes and scales at their pitches."""
+        return self.pitch_bytes(dim) + self.scale_pitch_bytes(dim)
 
     def rows_per_line(self, dim: int) -> int:
         """Rows whose codes share a line: 4, 2 or 1."""
@@ -120,7 +129,7 @@ class RowFormat:
 
     def area_lines(self, dim: int, rows: int) -> int:
         """Whole lines of `rows` rows in a page: codes, then scales."""
-        return lines_of(rows * self.pitch_bytes(dim)) + lines_of(rows * self.scale_bytes(dim))
+        return lines_of(rows * self.pitch_bytes(dim)) + lines_of(rows * self.scale_pitch_bytes(dim))
 
 
 _RULES = {Rule.Q8_0: ("int8", "fp16", 32), Rule.Q4_0: ("int4", "fp16", 32)}

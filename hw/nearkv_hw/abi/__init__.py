@@ -4,8 +4,8 @@ The RTL, the software model and the driver read their constants here. A field's 
 written twice is a defect.
 """
 
-from . import bits, config, cxl, descriptor, formats, lines, memory, numerics, window
-from .config import ABI_VERSION, PRESETS, DeviceConfig, configure
+from . import bits, config, cxl, descriptor, formats, lines, memory, numerics, rows, window
+from .config import ABI_VERSION, PRESETS, DeviceConfig, Feature, configure
 from .descriptor import Opcode, Status
 from .formats import ELEMENT_FORMATS, OutputForm
 from .lines import LINE_BYTES
@@ -16,6 +16,7 @@ __all__ = [
     "LINE_BYTES",
     "PRESETS",
     "DeviceConfig",
+    "Feature",
     "Opcode",
     "OutputForm",
     "Status",
@@ -28,5 +29,6 @@ __all__ = [
     "lines",
     "memory",
     "numerics",
+    "rows",
     "window",
 ]

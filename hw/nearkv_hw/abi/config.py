@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any
 
 from .dram import PARTS, Dram, Refresh
@@ -13,7 +13,7 @@ from .lines import LINE_BYTES
 FIXED_CLOCK_MHZ = 800
 """Device clock where no DRAM part lays one down."""
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """Version of descriptors, records and register lines; the driver refuses a device with another one."""
 
 EXTENT_BYTES = 1 << 20
@@ -25,6 +25,40 @@ RANK_CHOICES = (1, 2, 4)
 QUERY_CHOICES = (1, 2, 4, 8, 16)
 FINISH_LANE_CHOICES = (2, 4, 8)
 """What a device may have of each."""
+
+
+class Feature(IntFlag):
+    """What a device has beyond bf16 and fp16 rows of at most 256 elements, one query row, one row range."""
+
+    NARROW = 1 << 0
+    """Elements of 8 and 4 bits, without scales along the row."""
+    SCALES = 1 << 1
+    """Scales along the row."""
+    CODEBOOKS = 1 << 2
+    """lut4."""
+    SHORT_ROWS = 1 << 3
+    """Rows at a pitch of 16 or 32 bytes, which share a line."""
+    LATENT = 1 << 4
+    """V in the K row."""
+    LARGE_ROWS = 1 << 5
+    """Rows of more than 256 elements, up to 1,023."""
+    SOFTCAP = 1 << 6
+    ALIBI = 1 << 7
+    QUERY_ROWS = 1 << 8
+    """Several query rows, causal, and windows with kept rows."""
+    TREE = 1 << 9
+    """Query rows that see each other as a mask says."""
+    RANGES = 1 << 10
+    """Row ranges of a job as a list."""
+    SELECTION = 1 << 11
+    """Page summaries, and the selection of pages by them."""
+    OUTPUT_SCALE = 1 << 12
+    """A float32 that multiplies results; without it the host does."""
+
+    @classmethod
+    def all(cls) -> Feature:
+        """All of them."""
+        return cls((1 << len(cls)) - 1)
 
 
 class Placement(IntEnum):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from .bits import Field, Layout
 from .config import EXTENT_BYTES
 from .descriptor import MAX_PAGE_ROWS_LOG2, MIN_PAGE_ROWS_LOG2
 from .formats import OutputForm
 from .lines import LINE_BITS, LINE_BYTES, lines_of
+from .rows import Stored
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 ENTRY_BYTES = 8
 ENTRIES_PER_LINE = LINE_BYTES // ENTRY_BYTES
@@ -52,20 +54,41 @@ CACHE = Layout(
     Field("k_format", 4, "element format of K"),
     Field("v_format", 4, "element format of V"),
     Field("page_rows_log2", 8, "log2 of the rows of a page"),
-    Field("reserved_format", 8),
+    Field("latent", 1, "V is the first elements of the K row"),
+    Field("summaries", 1, "pages end with a summary"),
+    Field("k_pitch", 2, "as in the attend extension"),
+    Field("v_pitch", 2, "likewise"),
+    Field("reserved_format", 2),
     Field("layers", 16, "layers"),
     Field("kv_heads", 16, "KV heads per layer"),
     Field("head_dim", 16, "elements of a K row"),
     Field("value_dim", 16, "elements of a V row"),
     Field("sequences", 32, "slots of the sequence directory"),
-    Field("reserved_sequences", 32),
+    Field("k_scale", 3, "as in the attend extension"),
+    Field("v_scale", 3, "likewise"),
+    Field("k_block", 3, "likewise"),
+    Field("v_block", 3, "likewise"),
+    Field("reserved_sequences", 20),
     Field(
         "directory",
         64,
         "device address of the directory: sequences * layers addresses of page tables, zero for none",
     ),
     Field("next", 64, "device address of the tenant's next cache record, zero at the end"),
+    Field("head_scales", 64, "device address of layers * kv_heads `HEAD_SCALE`, zero where heads have none"),
+    Field(
+        "codebooks", 64, "device address of layers * kv_heads lines of codebooks, as jobs have them, or zero"
+    ),
 )
+HEAD_SCALE = Layout(
+    "scales of a head",
+    64,
+    Field("k_scale", 32, "float32 bits of what multiplies all K of the head; 0 where it is not known yet"),
+    Field("v_scale", 32, "float32 bits of the output scale; 0 where it is not known yet"),
+)
+"""Of one layer's KV head; 1 where K or V has no scale of a head."""
+SUMMARY_ELEMENT_BYTES = 2
+"""Bytes of an element of a summary: K's format where that has 16 bits, else bf16."""
 
 ROOT_MAGIC = int.from_bytes(b"NKROOT\0\0", "little")
 ROOT = Layout(
@@ -100,13 +123,18 @@ PARTIAL_LANE_BYTES = (4, 8, 8, 1)
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How rows lie in pages: K rows of `page_rows`, then V rows, every row padded to whole lines.
+    """How the rows of one KV head lie in a page.
+
+    A page is areas of whole lines: K codes, K scales, V codes, V scales, and the summary (the row of the
+    least K elements, then that of the largest). Areas that a cache does not have take nothing.
 
     Parameters
     ----------
     head_dim, value_dim : elements of a K and of a V row.
-    element_bytes : bytes of an element.
     page_rows : rows of a page, a power of two.
+    k, v : how K and V rows are stored; V as K if not given.
+    latent : V is the first elements of the K row and has no areas.
+    summaries : pages end with a summary.
 
     Raises
     ------
@@ -116,45 +144,124 @@ class RowLayout:
     head_dim: int
     value_dim: int
     page_rows: int
-    element_bytes: int = 2
+    k: Stored = field(default_factory=Stored)
+    v: Stored | None = None
+    latent: bool = False
+    summaries: bool = False
 
     def __post_init__(self) -> None:
         low, high = 1 << MIN_PAGE_ROWS_LOG2, 1 << MAX_PAGE_ROWS_LOG2
         if self.page_rows & (self.page_rows - 1) or not low <= self.page_rows <= high:
             raise ValueError(f"page_rows must be a power of two from {low} to {high}, not {self.page_rows}")
-        if self.page_bytes > EXTENT_BYTES:
+        if self.page_lines > EXTENT_BYTES // LINE_BYTES:
+            fits = next(
+                (
+                    rows
+                    for n in range(MAX_PAGE_ROWS_LOG2, MIN_PAGE_ROWS_LOG2 - 1, -1)
+                    if self._fits(rows := 1 << n)
+                ),
+                0,
+            )
             raise ValueError(
                 f"a page of {self.page_rows} rows takes {self.page_bytes} bytes, more than an extent of "
-                f"{EXTENT_BYTES}; use at most {1 << (EXTENT_BYTES // self.row_bytes).bit_length() - 1} rows"
+                f"{EXTENT_BYTES}; use at most {fits} rows"
             )
 
     @property
-    def k_lines(self) -> int:
-        """Lines of a K row, and of a query."""
-        return lines_of(self.head_dim * self.element_bytes)
+    def value(self) -> Stored:
+        """How V rows are stored."""
+        return self.v or self.k
 
     @property
-    def v_lines(self) -> int:
-        """Lines of a V row."""
-        return lines_of(self.value_dim * self.element_bytes)
+    def query_lines(self) -> int:
+        """Lines of a query, whose elements have 16 bits."""
+        return lines_of(2 * self.head_dim)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row, K and V."""
-        return (self.k_lines + self.v_lines) * LINE_BYTES
+    def k_pitch_bytes(self) -> int:
+        """Bytes from one row's K codes to the next's."""
+        return self.k.pitch_bytes(self.head_dim)
+
+    @property
+    def v_pitch_bytes(self) -> int:
+        """Bytes from one row's V codes to the next's; 0 where V is in the K row."""
+        return 0 if self.latent else self.value.pitch_bytes(self.value_dim)
+
+    @property
+    def k_scale_pitch_bytes(self) -> int:
+        """Bytes from one row's K scales to the next's; 0 without."""
+        return self.k.scale_pitch_bytes(self.head_dim)
+
+    @property
+    def v_scale_pitch_bytes(self) -> int:
+        """Bytes from one row's V scales to the next's; 0 without."""
+        return 0 if self.latent else self.value.scale_pitch_bytes(self.value_dim)
+
+    @property
+    def pitches(self) -> tuple[int, int, int, int]:
+        """Bytes from one row to the next in the areas of K codes, K scales, V codes and V scales."""
+        return self.k_pitch_bytes, self.k_scale_pitch_bytes, self.v_pitch_bytes, self.v_scale_pitch_bytes
+
+    @property
+    def areas(self) -> tuple[int, int, int, int]:
+        """Byte offsets in a page of K codes, K scales, V codes and V scales."""
+        ends = [0, *accumulate(lines_of(self.page_rows * pitch) * LINE_BYTES for pitch in self.pitches)]
+        return ends[0], ends[1], ends[2], ends[3]
+
+    @property
+    def summary_lines(self) -> int:
+        """Lines of each of a summary's two rows; 0 without."""
+        return lines_of(self.head_dim * SUMMARY_ELEMENT_BYTES) if self.summaries else 0
+
+    @property
+    def summary_offset(self) -> int:
+        """Byte offset in a page of its summary."""
+        return sum(lines_of(self.page_rows * pitch) for pitch in self.pitches) * LINE_BYTES
+
+    @property
+    def page_lines(self) -> int:
+        """Lines of a page."""
+        return self.summary_offset // LINE_BYTES + 2 * self.summary_lines
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page."""
-        return self.page_rows * self.row_bytes
+        return self.page_lines * LINE_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row: codes and scales of K and V at their pitches."""
+        return sum(self.pitches)
+
+    @property
+    def k_lines(self) -> int:
+        """Lines of a K row's codes, of which short rows share one."""
+        return lines_of(self.k_pitch_bytes)
+
+    @property
+    def v_lines(self) -> int:
+        """Lines of a V row's codes, of which short rows share one."""
+        return lines_of(self.v_pitch_bytes)
+
+    def lines(self, begin: int, end: int) -> int:
+        """Lines that hold codes and scales of rows `begin` to `end` of a page."""
+        return sum(
+            lines_of(end * pitch) - begin * pitch // LINE_BYTES
+            for pitch in self.pitches
+            if pitch and begin < end
+        )
 
     def k_offset(self, row: int) -> int:
-        """Byte offset in a page of the K part of row `row` of the page."""
-        return row * self.k_lines * LINE_BYTES
+        """Byte offset in a page of the K codes of row `row` of the page."""
+        return row * self.k_pitch_bytes
 
     def v_offset(self, row: int) -> int:
-        """Byte offset in a page of the V part of row `row` of the page."""
-        return (self.page_rows * self.k_lines + row * self.v_lines) * LINE_BYTES
+        """Byte offset in a page of the V codes of row `row` of the page."""
+        return self.areas[2] + row * self.v_pitch_bytes
+
+    def _fits(self, page_rows: int) -> bool:
+        lines = sum(lines_of(page_rows * pitch) for pitch in self.pitches) + 2 * self.summary_lines
+        return lines * LINE_BYTES <= EXTENT_BYTES
 
 
 @dataclass(frozen=True)

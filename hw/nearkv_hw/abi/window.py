@@ -59,6 +59,7 @@ IDENTITY = Layout(
     Field("refresh", 8, "`Refresh`"),
     Field("fabric_share", 8, "sixteenths of a channel's lines that host, walker and writer get at least"),
     Field("ranks", 8, "ranks of a channel, each with a unit of its own"),
+    Field("features", 32, "`Feature` flags: what the device has beyond plain jobs"),
 )
 
 DEVICE_COUNTERS = Layout(

@@ -112,6 +112,7 @@ def identity_values(config):
     given = {
         "magic": MAGIC,
         "abi_version": ABI_VERSION,
+        "features": 0,
         "contract_version": CONTRACT_VERSION,
         "aperture": 0,
         "extent_shift": EXTENT_SHIFT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from nearkv_hw.abi import DeviceConfig, Opcode, Status
+from nearkv_hw.abi import DeviceConfig, Feature, Opcode, Status
 from nearkv_hw.abi.descriptor import ATTEND, CLAIM, COMPLETION
 from nearkv_hw.abi.lines import LINE_BYTES
 
@@ -22,6 +22,8 @@ from .walker import Job, Refusal, Walk, admit, check, opcode_of, read_queries, w
 from .window import CommandWindow
 
 _TIMES_KEPT = 4096
+FEATURES = Feature(0)
+"""What this device has beyond plain jobs."""
 
 
 class _Batch:
@@ -60,15 +62,19 @@ class Engine:
     ----------
     config, counters : the device's.
     attend : what computes jobs.
+    features : what it has beyond plain jobs.
 
     Members
     -------
     memory : the device's memory.
     """
 
-    def __init__(self, config: DeviceConfig, counters: Counters, attend: Attend) -> None:
+    def __init__(
+        self, config: DeviceConfig, counters: Counters, attend: Attend, features: Feature = FEATURES
+    ) -> None:
         self.memory = Memory(config, counters)
         self._config = config
+        self._features = features
         self._counters = counters
         self._attend = attend
         self._plain = None

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi import DeviceConfig, Feature
 from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.window import WINDOW_BYTES
 
@@ -19,7 +19,7 @@ from ..programs import check_injection, checked
 from ..verilate import Report
 from . import timing
 from .counters import Counters
-from .engine import Engine
+from .engine import FEATURES, Engine
 from .kernels import choose
 from .memory import Memory, enabled_bytes
 from .window import CommandWindow
@@ -38,6 +38,7 @@ class ModelPort:
     ----------
     config : what the device is made of.
     kernel, report : what computes its attention, and who hears of a build; see `kernels.choose`.
+    features : what it has beyond plain jobs, of `FEATURES`; by default all of these.
 
     Members
     -------
@@ -51,16 +52,26 @@ class ModelPort:
     kind = "model"
 
     def __init__(
-        self, config: DeviceConfig, *, kernel: str | None = None, report: Report | None = None
+        self,
+        config: DeviceConfig,
+        *,
+        kernel: str | None = None,
+        report: Report | None = None,
+        features: Feature | None = None,
     ) -> None:
         self.config = config
+        self.features = FEATURES if features is None else features
+        if self.features & ~FEATURES:
+            raise ValueError(f"features={self.features!r}: the model has {FEATURES!r}")
         self.kernel, attend = choose(kernel, report)
         self._link_lines = 0
         self._fence_cycles = timing.read_cycles(config)
         self._link_cycles = lru_cache(_COUNTS_KEPT)(partial(timing.link_cycles, config))
         self._counters = Counters(config)
-        self._engine: Engine | None = Engine(config, self._counters, attend)
-        self._windows = [CommandWindow(config, a, self._counters) for a in range(config.apertures)]
+        self._engine: Engine | None = Engine(config, self._counters, attend, self.features)
+        self._windows = [
+            CommandWindow(config, a, self.features, self._counters) for a in range(config.apertures)
+        ]
 
     def run(self, program: Program) -> list[ReadResult]:
         """Carry out a program; DeviceTimeout when a poll ends in vain, ValueError for a misaligned address.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from nearkv_hw.abi import ABI_VERSION, DeviceConfig
+from nearkv_hw.abi import ABI_VERSION, DeviceConfig, Feature
 from nearkv_hw.abi.config import EXTENT_SHIFT
 from nearkv_hw.abi.descriptor import COMPLETION_BYTES, DESCRIPTOR_BYTES
 from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
@@ -42,7 +42,7 @@ class CommandWindow:
 
     Parameters
     ----------
-    config, aperture : of which device, and which aperture.
+    config, aperture, features : of which device, and which aperture.
     counters : the device's.
 
     Members
@@ -50,10 +50,11 @@ class CommandWindow:
     tail, head, completed : descriptors posted, fetched and completed since reset, modulo 2^32.
     """
 
-    def __init__(self, config: DeviceConfig, aperture: int, counters: Counters) -> None:
+    def __init__(self, config: DeviceConfig, aperture: int, features: Feature, counters: Counters) -> None:
         self.aperture = aperture
         self.tail = self.head = self.completed = 0
         self._config = config
+        self._features = features
         self._counters = counters
         self._descriptors: Lines = np.zeros((config.ring_slots, LINE_BYTES), dtype=np.uint8)
         self._completions: Lines = np.zeros((config.ring_slots, LINE_BYTES), dtype=np.uint8)
@@ -149,6 +150,7 @@ class CommandWindow:
             "contract_version": CONTRACT_VERSION,
             "aperture": self.aperture,
             "extent_shift": EXTENT_SHIFT,
+            "features": int(self._features),
         }
         names = (field.name for field in IDENTITY if not field.reserved)
         return {name: known[name] if name in known else getattr(self._config, name) for name in names}

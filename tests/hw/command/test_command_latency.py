@@ -4,8 +4,8 @@ from amaranth.hdl import Value
 from amaranth.sim import Simulator
 from nearkv_hw.abi import Opcode, Status, configure
 from nearkv_hw.abi.config import EXTENT_BYTES
-from nearkv_hw.abi.descriptor import ATTEND, CLAIM
-from nearkv_hw.abi.memory import ENTRY, TABLE, TABLE_MAGIC
+from nearkv_hw.abi.descriptor import ATTEND, CLAIM, DESCRIPTOR_VERSION, NOP
+from nearkv_hw.abi.memory import ENTRY, LAYOUT_VERSION, TABLE, TABLE_MAGIC
 from nearkv_hw.abi.window import IDENTITY_LINE, MAGIC
 from nearkv_hw.command.admit import Admit
 from nearkv_hw.command.check import Check
@@ -29,7 +29,7 @@ from nearkv_sim.cocotb.payload import pack
 
 EXTENT_LINES = EXTENT_BYTES // 64
 JOB = ATTEND.pack(
-    version=1,
+    version=DESCRIPTOR_VERSION,
     opcode=Opcode.ATTEND,
     row_end=8,
     head_dim=32,
@@ -38,7 +38,7 @@ JOB = ATTEND.pack(
     query_rows=1,
     page_rows_log2=2,
 )
-HEADER = TABLE.pack(magic=TABLE_MAGIC, version=1, heads=1, entries=8, committed_rows=8)
+HEADER = TABLE.pack(magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=1, entries=8, committed_rows=8)
 
 
 def transfers(block, sources, sinks, *, inputs=(), cycles=40):
@@ -81,7 +81,8 @@ def _member(block, name):
 def test_check():
     """A job is judged in a cycle; jobs follow each other at `interval_cycles`, NOP and claim in one more."""
     block = Check(capacity_lines=1 << 20, units=2)
-    nop, claim = 1, CLAIM.pack(version=1, opcode=Opcode.CLAIM_EXTENTS, extent_count=1)
+    nop = NOP.pack(version=DESCRIPTOR_VERSION)
+    claim = CLAIM.pack(version=DESCRIPTOR_VERSION, opcode=Opcode.CLAIM_EXTENTS, extent_count=1)
     posted = [pack(Posted, {"line": line}) for line in (JOB, JOB, 0, JOB, nop, claim, JOB)]
     seen = transfers(block, {"i": posted}, ["o", "tables"], inputs=[(block.idle, 1)])
     gaps = [later - earlier for earlier, later in zip(seen["o"], seen["o"][1:], strict=False)]

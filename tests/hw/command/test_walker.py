@@ -7,8 +7,8 @@ import cocotb
 import pytest
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi import Opcode, configure
-from nearkv_hw.abi.descriptor import ATTEND, CLAIM, FLAG_SINKS
-from nearkv_hw.abi.memory import ENTRY, TABLE, TABLE_MAGIC, table_entry_lines
+from nearkv_hw.abi.descriptor import ATTEND, CLAIM, DESCRIPTOR_VERSION, FLAG_SINKS
+from nearkv_hw.abi.memory import ENTRY, LAYOUT_VERSION, TABLE, TABLE_MAGIC, table_entry_lines
 from nearkv_hw.abi.numerics import MAX_ROWS
 from nearkv_hw.command.cache import LineCache
 from nearkv_hw.command.check import Check
@@ -186,7 +186,7 @@ def random_job(memory, config, rng, tenant):
     queries = owned_line(memory, tenant, rng, group * 8)
     sinks = owned_line(memory, tenant, rng, 8)
     memory.lines[table] = TABLE.pack(
-        magic=TABLE_MAGIC, version=1, heads=heads, entries=entries, committed_rows=rows
+        magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=heads, entries=entries, committed_rows=rows
     )
     page_lines = (-(-head_dim // 32) + -(-value_dim // 32)) << log2
     for n in range(entry_lines * 8):
@@ -195,7 +195,7 @@ def random_job(memory, config, rng, tenant):
     for line in (*range(queries, queries + group * 8), *range(sinks, sinks + 8)):
         memory.lines[line] = rng.getrandbits(512)
     return {
-        "version": 1,
+        "version": DESCRIPTOR_VERSION,
         "opcode": int(Opcode.ATTEND),
         "flags": rng.choice([0, FLAG_SINKS]),
         "tag": rng.getrandbits(32),
@@ -240,7 +240,7 @@ def spoil(job, memory, rng, tenant):
         memory.lines[table] = TABLE.pack({**header, **fields})
 
     choices = [
-        lambda: job.update(version=2),
+        lambda: job.update(version=1),
         lambda: job.update(opcode=rng.randint(3, 255)),
         lambda: job.update(flags=1 << rng.choice([0, 2, 15])),
         lambda: job.update(output_scale=1 << rng.randrange(32)),
@@ -259,7 +259,7 @@ def spoil(job, memory, rng, tenant):
         lambda: job.update({rng.choice(["table", "queries"]): foreign * 64}),
         lambda: job.update(flags=FLAG_SINKS, sinks=foreign * 64),
         lambda: change_header(magic=header["magic"] ^ 1 << rng.randrange(32)),
-        lambda: change_header(version=2),
+        lambda: change_header(version=1),
         lambda: job.update(kv_head=min(header["heads"], 2047)),  # another job may have written the header
         lambda: change_header(heads=2047, entries=(1 << 32) - 1) or job.update(kv_head=2046),
         lambda: job.update(row_begin=job["row_end"] + 1),
@@ -291,7 +291,7 @@ def random_descriptors(memory, config, rng, count):
             line = ATTEND.pack(job)
         elif kind == "claim":
             line = CLAIM.pack(
-                version=1,
+                version=DESCRIPTOR_VERSION,
                 opcode=Opcode.CLAIM_EXTENTS,
                 tag=index,
                 flags=rng.choices([0, 2], [5, 1])[0],
@@ -330,7 +330,7 @@ async def sends_one_page_per_cycle(dut):
         row_begin=0, row_end=4 * entries, page_rows_log2=2, kv_head=0, group=1, head_dim=32, value_dim=32
     )
     memory.lines[table] = TABLE.pack(
-        magic=TABLE_MAGIC, version=1, heads=1, entries=entries, committed_rows=4 * entries
+        magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=1, entries=entries, committed_rows=4 * entries
     )
     for n in range(entries):
         put_entry(memory, table + 1, n, ENTRY.pack(valid=1, line=n * EXTENT_LINES % (CAPACITY_BYTES // 64)))
@@ -346,7 +346,7 @@ def small_job(memory, config, rng, *, entries, committed_rows):
     job.update(row_begin=0, row_end=committed_rows, table=0, queries=EXTENT_LINES * 64, flags=0)
     memory.lines.clear()
     memory.lines[0] = TABLE.pack(
-        magic=TABLE_MAGIC, version=1, heads=1, entries=entries, committed_rows=committed_rows
+        magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=1, entries=entries, committed_rows=committed_rows
     )
     return job
 
@@ -412,7 +412,7 @@ async def sees_what_was_written(dut):
         else:
             rows = rng.choice([31, 32, 40])
             memory.lines[0] = TABLE.pack(
-                magic=TABLE_MAGIC, version=1, heads=1, entries=8, committed_rows=rows
+                magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=1, entries=8, committed_rows=rows
             )
         for n in range(bench.config.slices):
             other = rng.randrange(1 << 14, 1 << 20)
@@ -460,7 +460,10 @@ async def claims_wait_for_what_is_before(dut):
     bench = Bench(dut, config, memory, idle=0, backpressure=0, latency_cycles=(5, 5))
     job = ATTEND.pack(random_job(memory, config, rng, 0))
     claim = CLAIM.pack(
-        version=1, opcode=Opcode.CLAIM_EXTENTS, first_extent=config.extents - 1, extent_count=1
+        version=DESCRIPTOR_VERSION,
+        opcode=Opcode.CLAIM_EXTENTS,
+        first_extent=config.extents - 1,
+        extent_count=1,
     )
     posted = {"tenant": 0, "index": 0, "fetched": 0}
     bench.descriptors.send([{**posted, "line": line} for line in (job, claim, job)])

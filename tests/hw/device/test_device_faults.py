@@ -38,7 +38,7 @@ def check_status(aperture, descriptor, status, detail=0):
 
 BAD_FIELDS = [
     (Status.BAD_VERSION, {"version": 0}),
-    (Status.BAD_VERSION, {"version": 2, "opcode": 77, "head_dim": 0}),
+    (Status.BAD_VERSION, {"version": 1, "opcode": 77, "head_dim": 0}),
     (Status.BAD_OPCODE, {"opcode": 3, "flags": 0xFFFF}),
     (Status.BAD_FLAGS, {"flags": FLAG_EXTENDED}),
     (Status.BAD_FLAGS, {"flags": 1 << 15, "group": 0}),
@@ -90,7 +90,7 @@ def test_bad_fields(apertures, placed, status, changes):
     placed.check(own)
 
 
-@pytest.mark.parametrize("fields", [{"magic": 1}, {"version": 2}, {"heads": 0}])
+@pytest.mark.parametrize("fields", [{"magic": 1}, {"version": 1}, {"heads": 0}])
 def test_bad_table(apertures, placed, fields):
     own = apertures[0]
     header = own.read(placed.placed["table"], LINE_BYTES)
@@ -194,7 +194,7 @@ def test_claims(apertures):
     check_status(own, claim_descriptor((1 << 32) - 1, (1 << 32) - 1), Status.BAD_EXTENT)
     check_status(own, claim_descriptor(0, 1, flags=2), Status.BAD_FLAGS)
     check_status(own, claim_descriptor(0, 1) | 1 << 400, Status.BAD_FLAGS)
-    check_status(own, NOP.pack(version=1) | 1 << 64, Status.BAD_FLAGS)
+    check_status(own, NOP.pack(version=DESCRIPTOR_VERSION) | 1 << 64, Status.BAD_FLAGS)
     check_status(own, claim_descriptor(5, 60), Status.EXTENT_TAKEN, 16)
     check_status(own, claim_descriptor(29, 9), Status.EXTENT_TAKEN, 29)
     check_status(other, claim_descriptor(32, 2), Status.OK)  # nothing was claimed before
@@ -222,11 +222,11 @@ def test_refused_doorbell(apertures):
     own = apertures[0]
     slots = own.config.ring_slots
     errors = own.counters()["errors"]
-    own.post([NOP.pack(version=1)] * (slots + 1))
+    own.post([NOP.pack(version=DESCRIPTOR_VERSION)] * (slots + 1))
     assert own.counters()["errors"] == errors + 1
     assert own.counters(RING, RING_LINE)["tail"] == 1
     own.posted = 1
-    ok(own.run([NOP.pack(version=1)]))
+    ok(own.run([NOP.pack(version=DESCRIPTOR_VERSION)]))
 
 
 def test_two_tenants_at_once(apertures, rng):

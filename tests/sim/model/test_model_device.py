@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from nearkv_hw.abi import LINE_BYTES, Status, configure, window
+from nearkv_hw.abi import ABI_VERSION, LINE_BYTES, Status, configure, window
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.descriptor import COMPLETION
+from nearkv_hw.abi.numerics import CONTRACT_VERSION
 from nearkv_sim.model import ModelPort
 from nearkv_sim.port import Access, DeviceTimeout, Fence, Poll, Read, Write
 from rawhost import RawHost, claim_descriptor, factor_bits, nop_descriptor
@@ -168,7 +169,7 @@ def test_identity(open_port):
     port = open_port(channels=4, queries=8, apertures=3, memory_latency_cycles=77)
     identity = RawHost(port, 2).register(window.IDENTITY_LINE, window.IDENTITY)
     assert identity["magic"] == window.MAGIC
-    assert (identity["abi_version"], identity["contract_version"]) == (1, 2)
+    assert (identity["abi_version"], identity["contract_version"]) == (ABI_VERSION, CONTRACT_VERSION)
     assert (identity["aperture"], identity["apertures"]) == (2, 3)
     for name in ("channels", "lanes", "queries", "finish_lanes", "ring_slots", "capacity_bytes", "clock_mhz"):
         assert identity[name] == getattr(port.config, name)

@@ -59,7 +59,7 @@ def test_the_job_is_good(setup):
 
 
 FIELDS_AT_FAULT = [  # in the order in which they are reported
-    (Status.BAD_VERSION, {"version": (0, 2, 255)}),
+    (Status.BAD_VERSION, {"version": (0, 1, 3, 255)}),
     (Status.BAD_OPCODE, {"opcode": (3, 255)}),
     (Status.BAD_FLAGS, {"flags": (1, 3, 4, 0x8000)}),
     (Status.BAD_FLAGS, {"output_scale": (1, 0x3F800000)}),
@@ -104,7 +104,7 @@ def test_sinks_without_the_flag_are_not_looked_at(setup):
     assert setup.end(flags=0, sinks=13) == (Status.OK, 0)
 
 
-@pytest.mark.parametrize("changes", [{"magic": 0}, {"version": 2}, {"heads": 1}, {"heads": 0}], ids=str)
+@pytest.mark.parametrize("changes", [{"magic": 0}, {"version": 1}, {"heads": 1}, {"heads": 0}], ids=str)
 def test_bad_table(setup, changes):
     setup.change_header(**changes)
     assert setup.end() == (Status.BAD_TABLE, 0)
