@@ -51,7 +51,10 @@ int main() {
     nearkv::Job job{};
     job.head_dim = job.value_dim = 128;
     job.group = 4;
+    job.query_rows = 1;
+    job.k_pitch = job.v_pitch = 4 * static_cast<std::int32_t>(kLine);
     job.page_rows_log2 = 13;
+    job.v_at = job.k_pitch << job.page_rows_log2;
     job.factor = 0x3E000000u;
     job.form = nearkv::kFormFp32;
     job.row_end = kRows;

@@ -18,6 +18,7 @@ constexpr std::int64_t kExtentLines = std::int64_t{1} << nearkv::kExtentLinesShi
 constexpr std::int64_t kLines = kExtents * kExtentLines;
 constexpr std::int64_t kSlices = 2;
 constexpr std::size_t kDescriptors = 16;
+constexpr int kScaleLines = 4;  // of the scales of as many rows as a page may have here
 
 class Check {
 public:
@@ -50,9 +51,9 @@ private:
             if (result_lines[i] < 0) continue;
             good.push_back(jobs[i]);
             if (result_lines[i] + kind.result_lines > kLines) fail("a result beyond the memory");
-            if (streamed[2 * i] + streamed[2 * i + 1] != (jobs[i].row_end - jobs[i].row_begin) * kind.row_lines) {
-                fail("rows that are not all counted");
-            }
+            const std::int64_t rows = jobs[i].row_end - jobs[i].row_begin;
+            const std::int64_t least = rows * (jobs[i].k_pitch + jobs[i].v_pitch) / static_cast<int>(kLine);
+            if (streamed[2 * i] + streamed[2 * i + 1] < least) fail("rows that are not all counted");
         }
         if (good.empty() != (reads[0] + reads[1] == 0)) fail("reads of no job");
         if (nearkv_attend(image_.data(), good.data(), good.size(), 1) != 0) std::abort();
@@ -67,12 +68,21 @@ private:
         job.page_rows_log2 = pick(2, 7);
         job.factor = 0x3E000000u;
         job.form = nearkv::kFormFp32;
-        job.denominator = 4 * static_cast<int>(kLine);
-        job.result_bytes = 5 * static_cast<int>(kLine);
-        kind.query_lines = 2 * job.group;
-        kind.result_lines = 5 * job.group;
+        job.denominator = 8 * static_cast<int>(kLine);
+        job.result_bytes = 9 * static_cast<int>(kLine);
+        kind.query_lines = 4 * job.group;
+        kind.result_lines = 9 * job.group;
         kind.sink_lines = pick(0, 1);
-        kind.row_lines = 4;
+        job.query_rows = 1;
+        job.k_pitch = job.v_pitch = 32 * pick(1, 4);
+        job.k_scale_pitch = pick(0, 1) ? 2 : 0;
+        job.v_at = job.k_scales_at = job.k_pitch << job.page_rows_log2;
+        if (job.k_scale_pitch) job.v_at += kScaleLines * static_cast<int>(kLine);
+        job.v_scales_at = job.v_at + (job.v_pitch << job.page_rows_log2);
+        job.k_format = job.v_format = 5;
+        job.head_dim = job.value_dim = job.k_pitch;
+        job.k_scale = job.k_scale_pitch ? 2 : 0;
+        kind.page_lines = job.v_scales_at / static_cast<int>(kLine);
         kind.passes = 1;
         return kind;
     }

@@ -15,8 +15,8 @@ from nearkv_hw.abi.lines import lines_of
 from nearkv_hw.abi.memory import DENOMINATOR, PARTIAL_LANE_BYTES
 from nearkv_hw.abi.numerics import TOP_NONE
 from nearkv_sim.model.counters import Counters
+from nearkv_sim.model.job import Job, Shape
 from nearkv_sim.model.memory import Memory
-from nearkv_sim.model.walker import Job, Shape
 
 REGIMES = ("plain", "plain", "anything", "tiny", "huge", "alike", "steps")
 """How exponents are drawn; with "steps" they differ from row to row by more than within a row."""

@@ -204,6 +204,13 @@ class RawHost:
         )
         return [COMPLETION.unpack(line.tobytes()) for line in result.data]
 
+    def post_extended(self, descriptor: bytes, extension: bytes) -> dict[str, int]:
+        """Post one descriptor with its second line; its completion record."""
+        slot = window.descriptor_address(self.config, self.aperture, self.posted)
+        second = np.array([slot + LINE_BYTES], dtype=np.uint64)
+        self.port.run([Write(second, _lines(extension)), Fence()])
+        return self.post(descriptor)[0]
+
     def claim(self, first: int, count: int, tag: int = 0) -> dict[str, int]:
         """Claim extents; the completion record."""
         return self.post(claim_descriptor(first, count, tag))[0]

@@ -2,7 +2,7 @@
 
 Derived from the page alone, apart from the reference and from the RTL: three independent implementations
 must agree to the bit. A term of a binned sum is a float64 here. Every operation on it is exact: products
-have at most 30 significant bits, scaling is by powers of two well inside float64's exponents, and sums of
+have at most 36 significant bits, scaling is by powers of two well inside float64's exponents, and sums of
 limbs are sums of integers below 2^53. Weights keep the bins of their exponent apart, as integers, because
 float64 has no room for them.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from nearkv_hw.abi.formats import Format, OutputForm
+from nearkv_hw.abi.formats import E8M0, Format, OutputForm
 from nearkv_hw.abi.memory import LANE_NAN, LANE_NEGATIVE_INFINITY, LANE_POSITIVE_INFINITY
 from nearkv_hw.abi.numerics import (
     BIN_BITS,
@@ -32,6 +32,11 @@ from nearkv_hw.abi.numerics import (
     SINK_FACTOR_EXPONENT,
     TABLE_FRACTION_BITS,
     TABLE_STEP_BITS,
+    TANH_CURVE_BITS,
+    TANH_FRACTION_BITS,
+    TANH_OCTAVES,
+    TANH_STEP_BITS,
+    TANH_TABLE,
     TOP_NONE,
     WEIGHT_BITS,
     WEIGHT_FRACTION_BITS,
@@ -43,7 +48,7 @@ LIMB_MASK = (1 << BIN_BITS) - 1
 
 MAX_BLOCK_TERMS = 1 << 20
 """Terms of one `binned_sum`: limbs of 32 bits then sum exactly in float64."""
-NEAR_BINS = 16
+NEAR_BINS = 8
 """Weights at most this many bins below a query's largest share one float64 scale with it."""
 DISTANCE_MIN, DISTANCE_MAX = -24, 28
 """Bins between a term's own scale and the top of its sum: less is no term, more leaves nothing of it."""
@@ -87,16 +92,20 @@ class Block:
     -------
     k : float64 [jobs, rows, head_dim].
     v : float64 [jobs, rows, lanes].
-    visible : bool [jobs, rows]; what an invisible row holds never matters.
+    visible : bool [jobs, 1 or queries, rows]; what an invisible row holds never matters.
+    bias : int64 [jobs, queries, rows], what is added to S; or None.
     """
 
     k: Tensor
     v: Tensor
     visible: Tensor
+    bias: Tensor | None = None
 
 
-def attend(queries: Tensor, factor: Tensor, lanes: int, blocks: Iterable[Block]) -> Partial:
-    """The partial results of jobs over all rows of `blocks` (sections 3 to 5), sinks not included.
+def attend(
+    queries: Tensor, factor: Tensor, lanes: int, blocks: Iterable[Block], *, softcap: int = 0
+) -> Partial:
+    """The partial results of jobs over all rows of `blocks` (sections 3 to 5, 8 and 9), sinks not included.
 
     Parameters
     ----------
@@ -104,13 +113,14 @@ def attend(queries: Tensor, factor: Tensor, lanes: int, blocks: Iterable[Block])
     factor : int64 [jobs], the float32 bits of c, finite.
     lanes : value_dim.
     blocks : rows, at most MAX_BLOCK_TERMS each.
+    softcap : float32 bits of C2, 0 for none.
     """
     jobs, group, _ = queries.shape
     sums = empty_sums(jobs, group, lanes + 1)
     query_nan = torch.zeros(jobs, group, dtype=torch.bool)
     lane_flags = torch.zeros(jobs, group, lanes, dtype=torch.uint8)
     for block in blocks:
-        scores, alive, nan = _scores(queries, factor, block)
+        scores, alive, nan = _changed_scores(queries, factor, block, softcap)
         values, flags = _values(block, alive)
         query_nan |= nan
         if flags is not None:
@@ -141,8 +151,32 @@ def add_sinks(partial: Partial, sinks: Tensor) -> Partial:
     )
 
 
-def finish(partial: Partial, form: OutputForm) -> Tensor:
-    """Final results (section 6): output codes, int64 [jobs, queries, lanes]."""
+def bounds(queries: Tensor, factor: int, least: Tensor, largest: Tensor) -> Tensor:
+    """The largest bound over the queries of pages (section 13), int64 [pages].
+
+    Parameters
+    ----------
+    queries : float64 [queries, dim].
+    factor : float32 bits of c.
+    least, largest : float64 [pages, dim], the pages' summaries.
+    """
+    up = torch.signbit(queries) == bool(factor >> 31)
+    rows = torch.where(up[:, None], largest, least)
+    everything = torch.ones(1, 1, 1, dtype=torch.bool).expand(len(queries), 1, rows.shape[1])
+    factors = torch.full((len(queries),), factor)
+    block = Block(rows, rows[..., :0], everything)
+    scores, alive, nan = _scores(queries[:, None], factors, block)
+    best = torch.where(nan, SCORE_LIMIT, torch.where(alive, scores, -SCORE_LIMIT))
+    return best[:, 0].amax(0)
+
+
+def finish(partial: Partial, form: OutputForm, output_scale: int = 0) -> Tensor:
+    """Final results (section 6): output codes, int64 [jobs, queries, lanes].
+
+    `output_scale` are float32 bits, 0 for none.
+    """
+    if output_scale:
+        return _narrowed(_multiplied(finish(partial, OutputForm.FP32), output_scale), form)
     negative, a, a_exponent = _truncate(partial.numerators, NUMERATOR_KEPT_BITS)
     _, weight, exponent = _truncate(partial.denominator, DENOMINATOR_BITS)
     empty = partial.denominator.top == TOP_NONE
@@ -175,6 +209,9 @@ def decode_table(form: Format) -> Tensor:
     field, fraction = magnitude >> form.fraction_bits, magnitude & ((1 << form.fraction_bits) - 1)
     significand = torch.where(field > 0, fraction + (1 << form.fraction_bits), fraction)
     value = significand.double() * _power_of_two(field.clamp(min=1) - form.exponent_bias)
+    if form is E8M0:
+        value = _power_of_two(field - form.exponent_bias)
+        return torch.where(codes == codes[-1], torch.nan, value)
     if form.infinities:
         special = torch.where(fraction == 0, torch.inf, torch.nan)
         value = torch.where(field == (1 << form.exponent_bits) - 1, special, value)
@@ -225,24 +262,85 @@ def binned_sum(terms: Tensor, dim: int, bins: Tensor | None = None) -> Sums:
     return Sums(top.squeeze(dim), high.long(), low.long())
 
 
-def _scores(queries: Tensor, factor: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Section 3: S and which rows have weight, [jobs, queries, rows]; which queries became NaN."""
-    visible = block.visible[:, None, :]
+def _changed_scores(
+    queries: Tensor, factor: Tensor, block: Block, softcap: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """S after softcap and bias, which rows have weight, and which queries became NaN."""
+    scores, alive, bad = _scores(queries, factor, block, capped=softcap != 0)
+    if softcap:
+        scores = _capped(scores, softcap)
+    if block.bias is not None:
+        scores = (scores + block.bias).clamp(-SCORE_LIMIT, SCORE_LIMIT)
+    return scores, alive, bad.any(-1)
+
+
+def alibi(slopes: Tensor, distances: Tensor) -> Tensor:
+    """Section 9's bias of slopes (float32 bits) and distances, int64 tensors that broadcast."""
+    significand, exponent, negative = _decode_factor(slopes)
+    magnitude = _round_scaled(distances.abs() * significand, exponent + SCORE_FRACTION_BITS)
+    return torch.where(negative ^ (distances < 0), -magnitude, magnitude)
+
+
+def _capped(argument: Tensor, softcap: int) -> Tensor:
+    """Section 8: S of the argument U."""
+    significand, exponent, _ = _decode_factor(torch.tensor(softcap))
+    size = argument.abs()
+    octave = torch.bucketize(size, _OCTAVE_ENDS, right=True)
+    beyond = octave == len(TANH_OCTAVES)
+    octave = octave.clamp(max=len(TANH_OCTAVES) - 1)
+    width, first = _OCTAVE_WIDTHS[octave], _OCTAVE_FIRSTS[octave]
+    index = torch.where(beyond, 0, first + (size >> width))
+    t, b, c = _tanh_table()[index].unbind(-1)
+    place = (size >> (width - TANH_STEP_BITS)) & ((1 << TANH_STEP_BITS) - 1)
+    curve = TANH_CURVE_BITS
+    slope = b + ((c * (place >> (TANH_STEP_BITS - curve)) + (1 << curve - 1)) >> curve)
+    tanh = t + ((slope * place + (1 << TANH_STEP_BITS - 1)) >> TANH_STEP_BITS)
+    tanh = torch.where(beyond, 1 << TANH_FRACTION_BITS, tanh)
+    shift = SCORE_FRACTION_BITS - TANH_FRACTION_BITS
+    magnitude = _round_scaled(tanh * significand, exponent.expand_as(tanh) + shift)
+    return torch.where(argument < 0, -magnitude, magnitude)
+
+
+_OCTAVE_ENDS = torch.tensor([1 << bits for bits, _, _ in TANH_OCTAVES])
+_OCTAVE_WIDTHS = torch.tensor([width for _, width, _ in TANH_OCTAVES])
+_OCTAVE_FIRSTS = torch.tensor([first for _, _, first in TANH_OCTAVES])
+
+
+@cache
+def _tanh_table() -> Tensor:
+    return torch.tensor(TANH_TABLE, dtype=torch.int64)
+
+
+def _scores(
+    queries: Tensor, factor: Tensor, block: Block, *, capped: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Section 3: S and which rows have weight, and which make the query NaN, [jobs, queries, rows].
+
+    Where scores are `capped` an infinite one is a number.
+    """
+    visible = block.visible
     terms = queries[:, :, None, :] * block.k[:, None, :, :]
     alive = visible.expand(terms.shape[:-1])
-    nan = torch.zeros(terms.shape[:2], dtype=torch.bool)
+    bad = torch.zeros(terms.shape[:-1], dtype=torch.bool)
+    down = up = bad
     significand, exponent, negative = _decode_factor(factor[:, None, None])
     if not (queries.isfinite().all() and block.k.isfinite().all()):
         positive, less = (terms == torch.inf).any(-1), (terms == -torch.inf).any(-1)
         infinite = positive | less
         bad = terms.isnan().any(-1) | (positive & less) | (infinite & (significand == 0))
-        bad |= torch.where(negative, less, positive)
-        nan = (bad & visible).any(-1)
-        alive = alive & ~infinite & ~bad
+        up, down = torch.where(negative, less, positive), torch.where(negative, positive, less)
+        if not capped:
+            bad |= up
+            alive = alive & ~infinite
+        bad &= visible
+        alive = alive & ~bad
         terms.nan_to_num_(0.0, 0.0, 0.0)
     sign, kept, scale = _truncate(binned_sum(terms, -1), DOT_KEPT_BITS)
     magnitude = _round_scaled(kept * significand, scale + exponent + SCORE_FRACTION_BITS)
-    return torch.where(sign ^ negative, -magnitude, magnitude), alive, nan
+    scores = torch.where(sign ^ negative, -magnitude, magnitude)
+    if capped:
+        scores = torch.where(up, SCORE_LIMIT, torch.where(down, -SCORE_LIMIT, scores))
+    return scores, alive, bad
 
 
 def _values(block: Block, alive: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -352,6 +450,44 @@ _OUTPUTS = {
     OutputForm.BF16: _Output(16, 7, -126, NAN_BF16),
     OutputForm.FP16: _Output(16, 10, -14, NAN_FP16),
 }
+
+
+def _multiplied(codes: Tensor, factor: int) -> Tensor:
+    """float32 codes times a float32, in one IEEE multiplication, as codes."""
+    significand, exponent, negative = _decode_factor(codes)
+    other, other_exponent, other_negative = _decode_factor(torch.tensor(factor))
+    product = significand * other
+    short = (_PRODUCT_BITS - _bit_length(product)).clamp(min=0)
+    shape = _OUTPUTS[OutputForm.FP32]
+    found = _round_float(product << short, exponent + other_exponent - short, shape)
+    infinite, nan = codes & 0x7FFFFFFF == shape.infinity, codes & 0x7FFFFFFF > shape.infinity
+    size = factor & 0x7FFFFFFF
+    if size > shape.infinity:
+        nan = torch.ones_like(nan)
+    elif size == shape.infinity:
+        nan = nan | (codes & 0x7FFFFFFF == 0)
+        infinite = torch.ones_like(infinite)
+    elif size == 0:
+        nan = nan | infinite
+    found = torch.where(infinite, shape.infinity, found)
+    found = torch.where(negative ^ other_negative, found | 1 << 31, found)
+    return torch.where(nan, shape.nan, found)
+
+
+_PRODUCT_BITS = 62
+
+
+def _narrowed(codes: Tensor, form: OutputForm) -> Tensor:
+    """float32 codes as those of an output format."""
+    if form is OutputForm.FP32:
+        return codes
+    significand, exponent, negative = _decode_factor(codes)
+    wide, shape = _OUTPUTS[OutputForm.FP32], _OUTPUTS[form]
+    size = codes & 0x7FFFFFFF
+    found = _round_float(significand << 32, exponent - 32, shape)
+    found = torch.where(size == wide.infinity, shape.infinity, found)
+    found = torch.where(negative, found | 1 << shape.bits - 1, found)
+    return torch.where(size > wide.infinity, shape.nan, found)
 
 
 def _round_float(magnitude: Tensor, exponent: Tensor, shape: _Output) -> Tensor:

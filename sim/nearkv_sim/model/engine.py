@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -14,15 +15,19 @@ from ..port import Lines
 from . import timing
 from .attention import Work
 from .counters import Counters
+from .job import Job, Refusal, check, opcode_of
 from .kernels import Attend
-from .memory import LineIndices, Mask, Memory
+from .lists import see
+from .memory import LineIndices, Memory
 from .native import Native
 from .plain import Kind, Plain, PlainJobs
-from .walker import Job, Refusal, Walk, admit, check, opcode_of, read_queries, walk
+from .segments import Segments, lines_of, segments, spoilt
+from .selection import candidates, select, selected_lines
+from .walker import Walk, admit, read_queries, walk
 from .window import CommandWindow
 
 _TIMES_KEPT = 4096
-FEATURES = Feature(0)
+FEATURES = Feature.all()
 """What this device has beyond plain jobs."""
 
 
@@ -31,16 +36,18 @@ class _Batch:
 
     Members
     -------
-    descriptors : their lines, [n, 64].
+    descriptors, extensions : the first and the second lines of their slots, [n, 64].
     status, detail, passes, lines, cycles : of each one's record; `lines` and `cycles` in full.
     plain : the jobs that are done together.
     alone : what the others asked of the memory and the units, those that came so far, by their index.
     good : of these, the jobs with which nothing has gone wrong so far.
+    selected : the lines that tell which pages jobs selected.
     """
 
-    def __init__(self, descriptors: Lines, start_cycles: float) -> None:
+    def __init__(self, descriptors: Lines, extensions: Lines, start_cycles: float) -> None:
         count = len(descriptors)
         self.descriptors = descriptors
+        self.extensions = extensions
         self.status = np.full(count, Status.OK, np.uint8)
         self.detail = np.zeros(count, np.uint64)
         self.passes = np.zeros(count, np.uint16)
@@ -49,6 +56,7 @@ class _Batch:
         self.plain: list[Plain] = []
         self.alone: dict[int, timing.Work] = {}
         self.good: dict[int, Work] = {}
+        self.selected: dict[int, Lines] = {}
 
     def refuse(self, index: int, refusal: Refusal) -> None:
         """How one of them ends."""
@@ -79,7 +87,7 @@ class Engine:
         self._attend = attend
         self._plain = None
         if isinstance(attend, Native):
-            self._plain = PlainJobs(config, self.memory, counters, attend)
+            self._plain = PlainJobs(config, self.memory, counters, attend, features)
         self._start_cycles = timing.start_cycles(config)
         self._cycles_alike = lru_cache(_TIMES_KEPT)(self._work_out_cycles_alike)
 
@@ -88,7 +96,7 @@ class Engine:
 
         Attention jobs between two claims or NOPs read memory as it was before the first of them wrote.
         """
-        first, descriptors = window.fetch()
+        first, descriptors, extensions = window.fetch()
         fences = [
             index
             for index in np.flatnonzero(column(ATTEND, "opcode", descriptors) != Opcode.ATTEND).tolist()
@@ -97,7 +105,8 @@ class Engine:
         ends = [*fences, len(descriptors)]
         for begin, end in zip([0, *fences], ends, strict=True):
             if begin < end:
-                batch = _Batch(descriptors[begin:end], self._start_cycles)
+                these = slice(begin, end)
+                batch = _Batch(descriptors[these], extensions[these], self._start_cycles)
                 self._run(batch, window.aperture, fenced=begin in fences)
                 window.complete(first + begin, self._records(batch, first + begin))
 
@@ -108,14 +117,14 @@ class Engine:
             self._pass_fence(batch, tenant)
             left[0] = False
         if self._plain:
-            batch.plain = self._plain.do(batch.descriptors, tenant)
+            batch.plain = self._plain.do(batch.descriptors, batch.extensions, tenant)
         for plain in batch.plain:
             left[plain.members] = False
         for index in np.flatnonzero(left).tolist():
             descriptor = batch.descriptors[index].tobytes()
             fields = ATTEND.unpack(descriptor)
             try:
-                opcode_of(fields, descriptor)
+                opcode_of(fields, descriptor, self._features)
                 self._begin(batch, index, fields, tenant)
             except Refusal as refusal:
                 batch.refuse(index, refusal)
@@ -131,18 +140,44 @@ class Engine:
 
     def _begin(self, batch: _Batch, index: int, fields: dict[str, int], tenant: int) -> None:
         """Check and walk a job; what it streams is counted here, what it computes comes later."""
-        job = check(fields, tenant, self._config)
-        passes = timing.passes_of(self._config, job.shape.group)
+        extension = batch.extensions[index].tobytes()
+        job = check(fields, tenant, self._config, self._features, extension)
+        passes = timing.passes_of(self._config, job.shape.queries)
         entries = admit(job, self.memory)
+        needed = None
+        if job.asked is not None:
+            job = replace(job, seen=see(job, job.asked, self.memory))
+            if job.rows:
+                needed = np.zeros((job.row_end - 1 >> job.page_rows_log2) + 1 - job.first_page, np.bool_)
+                needed[segments(job).pages - job.first_page] = True
         queries = read_queries(job, passes, self.memory)
-        found = walk(job, entries, self.memory)
-        self._stream(batch, index, job, passes, found.pages)
-        fault = self._first_fault(job, passes, queries, found)
+        found = walk(job, entries, self.memory, needed)
+        if job.asked is not None and job.asked.select_pages:
+            assert job.seen is not None
+            if queries[0] is not Status.OK or found.fault:
+                raise found.fault or Refusal(queries[0])
+            before = candidates(job, job.asked, job.seen)
+            job, chosen = select(job, job.asked, job.seen, found.pages, self.memory)
+            batch.selected[index] = selected_lines(chosen)
+            self._stream_summaries(batch, index, job, found.pages[before - job.first_page])
+        parts = segments(job)
+        parts = parts.where(parts.pages < job.first_page + len(found.pages))
+        first_lines = found.pages[parts.pages - job.first_page]
+        self._stream(batch, index, job, passes, parts, first_lines)
+        fault = self._first_fault(job, passes, queries, found, parts, first_lines)
         if fault:
             raise fault
         batch.good[index] = job, found.pages
 
-    def _first_fault(self, job: Job, passes: list[int], queries: list[Status], found: Walk) -> Refusal | None:
+    def _first_fault(
+        self,
+        job: Job,
+        passes: list[int],
+        queries: list[Status],
+        found: Walk,
+        parts: Segments,
+        first_lines: LineIndices,
+    ) -> Refusal | None:
         """Pass by pass: its queries and sinks, its pages, its page-table entries, and then its results.
 
         The pages are those before the first entry at fault, so that the lowest page at fault is told. Entries
@@ -151,48 +186,51 @@ class Engine:
         """
         if queries[0] is not Status.OK:
             return Refusal(queries[0])
-        allowed = self.memory.allowed(found.pages, job.tenant)
-        faults = np.flatnonzero(~allowed | self._spoilt(job, passes, found.pages) & allowed)
+        allowed = self.memory.allowed(first_lines, job.tenant)
+        faults = np.flatnonzero(
+            ~allowed | spoilt(job, parts, first_lines, len(passes), self.memory) & allowed
+        )
         if len(faults):
             first = int(faults[0])
             status = Status.POISON if allowed[first] else Status.PAGE_DENIED
-            return Refusal(status, job.first_page + first)
+            return Refusal(status, int(parts.pages[first]))
         if found.fault:
             return found.fault
         bad = next((n for n, status in enumerate(queries) if status is not Status.OK), None)
         if bad is None:
             return None
-        heads = sum(passes[:bad])
-        before = job.result_line + np.arange(heads * job.shape.result.lines)
+        before = job.result_line + np.arange(sum(passes[:bad]) * job.shape.result.lines)
         writable = self.memory.allowed(before, job.tenant).all()
         return Refusal(queries[bad] if writable else Status.RESULT_DENIED)
 
-    def _spoilt(self, job: Job, passes: list[int], pages: LineIndices) -> Mask:
-        """Which pages, given by their first lines, have a visible row that cannot be corrected."""
-        if self.memory.intact:
-            return np.zeros(len(pages), np.bool_)
-        shape = job.shape
-        starts = (job.first_page + np.arange(len(pages))) << job.page_rows_log2
-        begin = np.maximum(starts, job.row_begin) - starts
-        end = begin + job.rows_of(job.first_page + np.arange(len(pages)))
-        v_area = pages + (shape.k_lines << job.page_rows_log2)
-        k = self.memory.spoilt(pages + begin * shape.k_lines, pages + end * shape.k_lines, len(passes))
-        v = self.memory.spoilt(v_area + begin * shape.v_lines, v_area + end * shape.v_lines, len(passes))
-        return k | v
-
-    def _stream(self, batch: _Batch, index: int, job: Job, passes: list[int], pages: LineIndices) -> None:
-        """Count the lines of a job's pages, given by their first lines, and note its work."""
-        config, shape, counters = self._config, job.shape, self._counters
-        rows = job.rows_of(job.first_page + np.arange(len(pages)))
-        lines = rows * (shape.k_lines + shape.v_lines) * len(passes)
-        counters.device["violations"] += int(lines[~self.memory.allowed(pages, job.tenant)].sum())
+    def _stream(
+        self,
+        batch: _Batch,
+        index: int,
+        job: Job,
+        passes: list[int],
+        parts: Segments,
+        first_lines: LineIndices,
+    ) -> None:
+        """Count the lines of a job's rows, in pages with these first lines, and note its work."""
+        config, counters = self._config, self._counters
+        lines = lines_of(job, parts) * len(passes)
+        counters.device["violations"] += int(lines[~self.memory.allowed(first_lines, job.tenant)].sum())
         # as doubles, which hold the counts of 2^23 rows exactly
-        streamed = np.bincount(self.memory.channels_of(pages), lines, config.slices).astype(np.int64)
+        streamed = np.bincount(self.memory.channels_of(first_lines), lines, config.slices).astype(np.int64)
         counters.stream(streamed)
         for queries in passes:
-            counters.channels["partial_beats"] += timing.partial_beats(config, queries, shape.value_dim)
-        batch.passes[index], batch.lines[index] = len(passes), lines.sum()
+            counters.channels["partial_beats"] += timing.partial_beats(config, queries, job.shape.value_dim)
+        batch.passes[index] = len(passes)
+        batch.lines[index] += lines.sum()
         batch.alone[index] = Kind(job, config).work(streamed / len(passes))
+
+    def _stream_summaries(self, batch: _Batch, index: int, job: Job, first_lines: LineIndices) -> None:
+        """Count the lines of the summaries that a selection reads once."""
+        lines = np.full(len(first_lines), 2 * job.layout.summary_lines)
+        channels = self.memory.channels_of(first_lines)
+        self._counters.stream(np.bincount(channels, lines, self._config.slices).astype(np.int64))
+        batch.lines[index] += lines.sum()
 
     def _claim(self, fields: dict[str, int], tenant: int) -> None:
         first, count = fields["first_extent"], fields["extent_count"]
@@ -215,16 +253,20 @@ class Engine:
         for index in sorted(results):
             if index in places:
                 self.memory.write_run(places[index], results[index])
-            elif not self._write(batch.good[index][0], results[index]):
+            elif not self._write(batch.good[index][0], results[index], batch.selected.get(index)):
                 batch.status[index] = Status.RESULT_DENIED
         self._count_cycles(batch)
         self._counters.device["jobs"] += len(batch.status)
         self._counters.device["errors"] += int(np.count_nonzero(batch.status != Status.OK))
 
-    def _write(self, job: Job, lines: Lines) -> bool:
+    def _write(self, job: Job, lines: Lines, selected: Lines | None) -> bool:
         """Write a job's result, except lines that the tenant does not own; whether there are none."""
         area = job.result_line + np.arange(len(lines))
-        return bool(self.memory.write(area, lines, job.tenant).all())
+        written = bool(self.memory.write(area, lines, job.tenant).all())
+        if selected is None or job.asked is None:
+            return written
+        area = job.asked.selected + np.arange(len(selected))
+        return bool(self.memory.write(area, selected, job.tenant).all()) and written
 
     def _count_cycles(self, batch: _Batch) -> None:
         """What each job would take if it were the only one, and what the batch takes."""

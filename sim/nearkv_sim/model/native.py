@@ -7,7 +7,7 @@ objects of Python.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from nearkv_hw.abi import numerics
 from nearkv_hw.abi.bits import Layout
-from nearkv_hw.abi.descriptor import ATTEND
-from nearkv_hw.abi.formats import OutputForm
+from nearkv_hw.abi.descriptor import ATTEND, TREE_ROW_BYTES
+from nearkv_hw.abi.formats import E8M0, LUT4, LUT_ENTRIES, LUT_FORMAT, Format, OutputForm
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import (
     DENOMINATOR,
@@ -34,61 +34,60 @@ from nearkv_hw.abi.memory import (
     TABLE_MAGIC,
     ResultLayout,
 )
+from nearkv_hw.abi.rows import ELEMENTS_BY_CODE, SCALES_BY_CODE
 
 from ..compiled import compiled_library
 from ..port import Lines
 from ..verilate import NATIVE, Report
 from .attention import Work
+from .job import Job
 from .memory import EXTENT_LINES_SHIFT, Memory
-from .walker import ENTRY_FIXED_BITS, FORMATS, Job, sink_lines
+from .walker import ENTRY_FIXED_BITS, sink_lines
 
 JOB = np.dtype(
     [
-        ("entries", "u8"),
-        ("result", "u8"),
-        ("row_begin", "i8"),
-        ("row_end", "i8"),
-        ("query_line", "i8"),
-        ("sink_line", "i8"),
-        ("result_bytes", "i8"),
-        ("factor", "u4"),
-        ("page_rows_log2", "i4"),
-        ("head_dim", "i4"),
-        ("value_dim", "i4"),
-        ("group", "i4"),
-        ("k_format", "i4"),
-        ("v_format", "i4"),
-        ("query_format", "i4"),
-        ("form", "i4"),
-        ("high", "i4"),
-        ("low", "i4"),
-        ("flags", "i4"),
-        ("denominator", "i4"),
+        *((name, "u8") for name in ("entries", "result", "runs", "positions", "tree", "slopes", "codebooks")),
+        *((name, "i8") for name in ("row_begin", "row_end", "run_count", "own_rows", "window", "kept")),
+        *((name, "i8") for name in ("query_line", "sink_line", "result_bytes")),
+        *((name, "u4") for name in ("factor", "softcap", "output_scale")),
+        *((name, "i4") for name in ("page_rows_log2", "head_dim", "value_dim", "group", "query_rows")),
+        *((name, "i4") for name in ("causal", "latent", "k_format", "v_format", "query_format", "form")),
+        *((name, "i4") for name in ("k_scale", "v_scale", "k_block", "v_block")),
+        *((name, "i4") for name in ("k_pitch", "k_scale_pitch", "v_pitch", "v_scale_pitch")),
+        *((name, "i4") for name in ("k_scales_at", "v_at", "v_scales_at")),
+        *((name, "i4") for name in ("high", "low", "flags", "denominator")),
     ],
     align=True,
 )
-"""A job as the kernel takes it. Entries are the page table's from the first visible row's page on, line -1
-stands for no sinks; high, low, flags and denominator are byte offsets of planes in a query head's result."""
+"""A job as the kernel takes it. Entries are the page table's from the row range's first page on; without runs
+all rows of the range are read; line -1 stands for no sinks. k_block and v_block are elements, 0 for the whole
+row; pitches are bytes; k_scales_at, v_at and v_scales_at are byte offsets of areas in a page; high, low,
+flags and denominator are byte offsets of planes in a query's result."""
 KIND = np.dtype(
     [
         ("job", JOB),
         ("query_lines", "i8"),
         ("result_lines", "i8"),
         ("sink_lines", "i8"),
-        ("row_lines", "i8"),
+        ("page_lines", "i8"),
         ("passes", "i8"),
     ],
     align=True,
 )
 """What descriptors that are walked together have in common: their job, in which each one's entries, result,
-rows and lines are left to the walk; lines of the whole group's queries and results, of its sinks (0 for
-none), and of a row, K and V; and how often rows are read."""
+rows and lines are left to the walk; lines of all its queries and results, of its sinks (0 for none), and of a
+page; and how often rows are read."""
 DEVICE = np.dtype([("image", "u8"), ("owners", "u8"), ("extents", "i8"), ("slices", "i8")], align=True)
 """A device's memory: its lines, and the owner of each extent."""
 _CPP_TYPES = {"u4": "std::uint32_t", "i4": "std::int32_t", "i8": "std::int64_t"}
 _CPP_POINTERS = {
     "entries": "const std::uint64_t*",
     "result": "std::uint8_t*",
+    "runs": "const std::int64_t*",
+    "positions": "const std::int64_t*",
+    "tree": "const std::uint8_t*",
+    "slopes": "const std::uint32_t*",
+    "codebooks": "const std::uint16_t*",
     "image": "const std::uint8_t*",
     "owners": "const std::int8_t*",
 }
@@ -97,7 +96,7 @@ _PLACES = (
     ("table", TABLE, ("magic", "version", "heads", "entries", "committed_rows")),
 )
 """Fields that C++ takes out of records."""
-SOURCES = ("attention.cpp", "attention_rows.cpp", "attention_partial.cpp", "attention_walk.cpp")
+SOURCES = tuple(f"attention{part}.cpp" for part in ("", "_rows", "_decode", "_partial", "_walk"))
 # Every rounding of a double is the kernel's own; contraction is safe, because each product is exact.
 _OPTIONS = ("-O3", "-frounding-math", "-ffp-contract=fast", "-pthread")
 
@@ -124,12 +123,11 @@ def attention_header() -> str:
         "ENTRY_LINE_MASK": (1 << ENTRY["line"].width) - 1,
         "LAYOUT_VERSION": LAYOUT_VERSION,
         "TABLE_MAGIC_NUMBER": TABLE_MAGIC,
+        "LUT_CODE": LUT4.code,
+        "LUT_FORMAT": LUT_FORMAT.code,
+        "LUT_ENTRIES": LUT_ENTRIES,
+        "TREE_ROW_BYTES": TREE_ROW_BYTES,
     }
-    formats = [
-        f"{{{FORMATS[code].exponent_bits}, {FORMATS[code].fraction_bits}, {FORMATS[code].exponent_bias}}}"
-        for code in sorted(FORMATS)
-    ]
-    assert sorted(FORMATS) == list(range(len(FORMATS)))
     table = numerics.EXP2_TABLE
     return "\n".join(
         [
@@ -142,8 +140,15 @@ def attention_header() -> str:
                 for name, value in constants.items()
             ),
             f"constexpr std::int32_t kExp2Table[{len(table)}] = {{{', '.join(map(str, table))}}};",
-            "struct Format { int exponent_bits; int fraction_bits; int exponent_bias; };",
-            f"constexpr Format kFormats[] = {{{', '.join(formats)}}};",
+            "// An element or scale format; a NaN code of -1 is none, `power` stands for e8m0.",
+            "struct Format { int bits; int exponent_bits; int fraction_bits; int exponent_bias;",
+            "                bool infinities; int nan_code; bool power; };",
+            *_formats("kFormats", ELEMENTS_BY_CODE),
+            *_formats("kScales", {code - 1: form for code, form in SCALES_BY_CODE.items()}),
+            "struct TanhOctave { int bits; int width; int first; };",
+            f"constexpr TanhOctave kTanhOctaves[] = {{{_braced(numerics.TANH_OCTAVES)}}};",
+            "struct TanhSegment { std::int64_t t; std::int64_t b; std::int64_t c; };",
+            f"constexpr TanhSegment kTanhTable[] = {{{_braced(numerics.TANH_TABLE)}}};",
             "// A field of a record: the byte at which its word of 64 bits begins, and its bits in there.",
             "struct Place { int byte; int shift; std::uint64_t mask; };",
             *(
@@ -180,15 +185,17 @@ class Native:
         self._walk.restype = None
 
     def __call__(self, work: Sequence[Work], memory: Memory) -> list[Lines]:
-        """The results of jobs, in their order: lines [group * lines of a result, 64] each."""
-        ends = [0, *accumulate(job.shape.group * job.shape.result.lines for job, _ in work)]
+        """The results of jobs, in their order: lines [queries * lines of a result, 64] each."""
+        ends = [0, *accumulate(job.shape.queries * job.shape.result.lines for job, _ in work)]
         out = np.empty((ends[-1], LINE_BYTES), dtype=np.uint8)
         address = out.ctypes.data
-        jobs, kept = np.empty(len(work), dtype=JOB), []
+        jobs = np.empty(len(work), dtype=JOB)
+        kept: list[npt.NDArray[np.generic]] = []
         for index, (job, pages) in enumerate(work):
             entries = pages.astype(np.uint64) << np.uint64(ENTRY.offset("line"))
             kept.append(entries)  # alive until the kernel is done
             jobs[index] = _record(job)
+            kept += _point_to_lists(jobs[index], job)
             jobs[index]["entries"] = entries.ctypes.data
             jobs[index]["result"] = address + ends[index] * LINE_BYTES
         self.attend(jobs, memory)
@@ -279,10 +286,10 @@ def kind_record(job: Job, passes: int) -> npt.NDArray[np.void]:
         [
             (
                 _record(job),
-                shape.group * shape.k_lines,
-                shape.group * shape.result.lines,
+                shape.queries * shape.query_lines,
+                shape.queries * shape.result.lines,
                 0 if job.sink_line is None else sink_lines(shape.group),
-                shape.k_lines + shape.v_lines,
+                job.layout.page_lines,
                 passes,
             )
         ],
@@ -291,17 +298,54 @@ def kind_record(job: Job, passes: int) -> npt.NDArray[np.void]:
 
 
 def _record(job: Job) -> tuple[int | tuple[int, ...], ...]:
-    """A job as `JOB` has it, without entries and result."""
-    shape = job.shape
+    """A job as `JOB` has it, without what it points to."""
+    shape, layout, asked = job.shape, job.layout, job.asked
     lines, planes = _result_places(shape.value_dim, shape.form)
-    return (
-        *(0, 0, job.row_begin, job.row_end),
-        *(job.query_line, -1 if job.sink_line is None else job.sink_line),
-        *(lines * LINE_BYTES, job.factor, job.page_rows_log2),
-        *(shape.head_dim, shape.value_dim, shape.group),
-        *(shape.k_format, shape.v_format, shape.query_format, shape.form),
-        *planes,
+    seen = job.seen
+    values = {
+        "row_begin": job.row_begin,
+        "row_end": job.row_end,
+        "run_count": 0 if seen is None else len(seen.runs),
+        "own_rows": 0 if seen is None else seen.own_rows,
+        "window": asked.window if asked else 0,
+        "kept": asked.kept if asked else 0,
+        "query_line": job.query_line,
+        "sink_line": -1 if job.sink_line is None else job.sink_line,
+        "result_bytes": lines * LINE_BYTES,
+        "factor": job.factor,
+        "page_rows_log2": job.page_rows_log2,
+        "causal": asked.causal if asked else 0,
+        "k_block": layout.k.block or 0,
+        "v_block": layout.value.block or 0,
+        **dict(zip(("k_pitch", "k_scale_pitch", "v_pitch", "v_scale_pitch"), layout.pitches, strict=True)),
+        **dict(zip(("k_scales_at", "v_at", "v_scales_at"), layout.areas[1:], strict=True)),
+        **dict(zip(("high", "low", "flags", "denominator"), planes, strict=True)),
+    }
+    return tuple(
+        values[name] if name in values else 0 if name in _CPP_POINTERS else int(getattr(shape, name))
+        for name in JOB.names or ()
     )
+
+
+def _point_to_lists(record: np.void, job: Job) -> list[npt.NDArray[np.generic]]:
+    """Let a job's record point to its lists; returns what has to live until the kernel is done."""
+    seen = job.seen
+    if seen is None:
+        return []
+    slopes = None if seen.slopes is None else seen.slopes.astype(np.uint32)
+    lists = {
+        "runs": seen.runs if len(seen.runs) else np.zeros((1, 2), np.int64),
+        "positions": seen.positions,
+        "tree": seen.tree,
+        "slopes": slopes,
+        "codebooks": seen.codebooks,
+    }
+    kept: list[npt.NDArray[np.generic]] = []
+    for name, values in lists.items():
+        if values is not None:
+            kept.append(np.ascontiguousarray(values))
+            record[name] = kept[-1].ctypes.data
+    return kept
 
 
 @cache
@@ -315,6 +359,23 @@ def _result_places(value_dim: int, form: OutputForm) -> tuple[int, tuple[int, in
 
 def _constant_type(value: int) -> str:
     return "int" if -(1 << 31) <= value < 1 << 31 else "std::int64_t"
+
+
+def _formats(name: str, formats: Mapping[int, Format]) -> list[str]:
+    """A table of formats by their codes, which are 0, 1, 2, ..."""
+    assert sorted(formats) == list(range(len(formats)))
+    rows = []
+    for code in sorted(formats):
+        form = formats[code]
+        nan = form.nan_codes[0] if form.nan_codes else -1
+        fields = (form.bits, form.exponent_bits, form.fraction_bits, form.exponent_bias)
+        flags = [str(flag).lower() for flag in (form.infinities, form is E8M0)]
+        rows.append(f"{{{', '.join(map(str, fields))}, {flags[0]}, {nan}, {flags[1]}}}")
+    return [f"constexpr Format {name}[] = {{{', '.join(rows)}}};"]
+
+
+def _braced(rows: Iterable[Iterable[int]]) -> str:
+    return ", ".join(f"{{{', '.join(map(str, row))}}}" for row in rows)
 
 
 def _camel(name: str) -> str:

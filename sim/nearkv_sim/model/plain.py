@@ -10,15 +10,17 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from nearkv_hw.abi import DeviceConfig, Opcode
-from nearkv_hw.abi.descriptor import ATTEND
+from nearkv_hw.abi import DeviceConfig, Feature, Opcode
+from nearkv_hw.abi.descriptor import ATTEND, EXTENSION, FLAG_EXTENDED, OPTION_LATENT, OPTION_SUMMARIES
+from nearkv_hw.abi.lines import LINE_BYTES
 
+from ..columns import column
 from ..port import Lines
 from . import timing
 from .counters import Counters
+from .job import Job, Refusal, check, opcode_of
 from .memory import Memory
 from .native import Native, device_record, kind_record
-from .walker import Job, Refusal, check, opcode_of
 
 _OWN = ("tag", "table", "queries", "result", "sinks", "row_begin", "row_end", "kv_head")
 """Fields of a descriptor in which jobs of one kind may differ."""
@@ -43,7 +45,7 @@ class Kind:
     """
 
     def __init__(self, job: Job, config: DeviceConfig) -> None:
-        self.passes = tuple(timing.passes_of(config, job.shape.group))
+        self.passes = tuple(timing.passes_of(config, job.shape.queries))
         self.partial_beats = sum(timing.partial_beats(config, q, job.shape.value_dim) for q in self.passes)
         self.record = kind_record(job, len(self.passes))
         self._shape = job.shape
@@ -53,7 +55,7 @@ class Kind:
         return timing.Work(
             passes=self.passes,
             lines=lines,
-            query_lines=self._shape.k_lines,
+            query_lines=self._shape.query_lines,
             result_lines=self._shape.result.lines,
             value_dim=self._shape.value_dim,
             count=count,
@@ -84,27 +86,40 @@ class PlainJobs:
     """Does the jobs of a batch that have nothing wrong; what they read and stream is counted here.
 
     Left out, too, are jobs that are good but rare: without rows, or with queries, sinks, entries or results
-    in two extents, and all jobs where the memory has inverted bits.
+    in two extents, all jobs where the memory has inverted bits, and those whose extension says more than how
+    rows are stored.
 
     Parameters
     ----------
-    config, memory, counters : the device's.
+    config, memory, counters, features : the device's.
     kernel : what does them.
     """
 
-    def __init__(self, config: DeviceConfig, memory: Memory, counters: Counters, kernel: Native) -> None:
+    def __init__(
+        self,
+        config: DeviceConfig,
+        memory: Memory,
+        counters: Counters,
+        kernel: Native,
+        features: Feature,
+    ) -> None:
         self._config = config
         self._memory = memory
         self._counters = counters
         self._kernel = kernel
+        self._features = features
         self._device = device_record(memory, config.slices)
         self._kind = lru_cache(_KINDS_KEPT)(self._kind_of)
 
-    def do(self, descriptors: Lines, tenant: int) -> list[Plain]:
-        """The good jobs among descriptors [n, 64], kind by kind; nothing is written to the memory."""
+    def do(self, descriptors: Lines, extensions: Lines, tenant: int) -> list[Plain]:
+        """The good jobs among descriptors and their second lines [n, 64], kind by kind; nothing is written to
+        the memory."""
         if not self._memory.intact:
             return []
         keys = descriptors.view("<u8") & _KIND_WORDS
+        extended = (column(ATTEND, "flags", descriptors) & FLAG_EXTENDED) != 0
+        if extended.any():
+            keys = np.concatenate([keys, extensions.view("<u8") * extended[:, None]], axis=1)
         if (keys == keys[0]).all():
             kinds = [(keys[0], np.arange(len(keys)))]
         else:
@@ -117,13 +132,19 @@ class PlainJobs:
                 found.append(self._together(known, descriptors, members, tenant))
         return [plain for plain in found if len(plain.members)]
 
-    def _kind_of(self, descriptor: bytes) -> Kind | None:
-        """The kind of good descriptors, given by one without addresses and rows."""
+    def _kind_of(self, key: bytes) -> Kind | None:
+        """The kind of good descriptors, given by one without addresses and rows and its second line."""
+        descriptor, extension = key[:LINE_BYTES], key[LINE_BYTES:]
         fields = ATTEND.unpack(descriptor)
         try:
-            if opcode_of(fields, descriptor) is not Opcode.ATTEND:
+            if opcode_of(fields, descriptor, self._features) is not Opcode.ATTEND:
                 return None
-            return Kind(check(fields, 0, self._config), self._config)
+            if extension and EXTENSION.unpack(extension)["options"] & ~(OPTION_LATENT | OPTION_SUMMARIES):
+                return None
+            job = check(fields, 0, self._config, self._features, extension)
+            if job.shape.query_rows > 1 or (job.asked is not None and job.asked.causal):
+                return None
+            return Kind(job, self._config)
         except Refusal:
             return None
 

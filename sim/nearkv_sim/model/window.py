@@ -35,6 +35,7 @@ from .memory import Mask
 _TAIL = DOORBELL["tail"]
 _COUNT_MASK = (1 << _TAIL.width) - 1
 _NO_LINE = bytes(LINE_BYTES)
+_SLOT_LINES = DESCRIPTOR_BYTES // LINE_BYTES
 
 
 class CommandWindow:
@@ -56,15 +57,15 @@ class CommandWindow:
         self._config = config
         self._features = features
         self._counters = counters
-        self._descriptors: Lines = np.zeros((config.ring_slots, LINE_BYTES), dtype=np.uint8)
+        self._descriptors: Lines = np.zeros((_SLOT_LINES * config.ring_slots, LINE_BYTES), dtype=np.uint8)
         self._completions: Lines = np.zeros((config.ring_slots, LINE_BYTES), dtype=np.uint8)
 
     def read(self, offset: int) -> bytes:
         """The line at a byte offset of the window; zero where nothing is."""
         slots = self._config.ring_slots
         if offset >= DESCRIPTORS_OFFSET:
-            slot, second = divmod(offset - DESCRIPTORS_OFFSET, DESCRIPTOR_BYTES)
-            return self._descriptors[slot].tobytes() if slot < slots and not second else _NO_LINE
+            line = (offset - DESCRIPTORS_OFFSET) // LINE_BYTES
+            return self._descriptors[line].tobytes() if line < _SLOT_LINES * slots else _NO_LINE
         if offset >= COMPLETIONS_OFFSET:
             slot = (offset - COMPLETIONS_OFFSET) // COMPLETION_BYTES
             return self._completions[slot].tobytes() if slot < slots else _NO_LINE
@@ -83,32 +84,33 @@ class CommandWindow:
         return np.frombuffer(lines, np.uint8).reshape(-1, LINE_BYTES)
 
     def post(self, offsets: npt.NDArray[np.int64], data: Lines) -> bool:
-        """Write whole lines, if all of them are first lines of descriptor slots; whether they are."""
-        slots, second = np.divmod(offsets - DESCRIPTORS_OFFSET, DESCRIPTOR_BYTES)
-        if slots.min() < 0 or slots.max() >= self._config.ring_slots or second.any():
+        """Write whole lines, if all of them are lines of descriptor slots; whether they are."""
+        lines = offsets - DESCRIPTORS_OFFSET >> LINE_SHIFT
+        if lines.min() < 0 or lines.max() >= len(self._descriptors):
             return False
-        self._descriptors[slots] = data
+        self._descriptors[lines] = data
         return True
 
     def write(self, offset: int, data: npt.NDArray[np.uint8], enabled: Mask) -> bool:
         """Write the enabled bytes of a line; true when that rang the doorbell.
 
-        Only first lines of descriptor slots and the doorbell take writes. A doorbell that goes back, asks for
+        Only descriptor slots and the doorbell take writes. A doorbell that goes back, asks for
         more descriptors than the ring holds, or lacks bytes of its count, is refused and counted as an error.
         """
         if offset == DOORBELL_OFFSET:
             return self._ring(data, enabled)
-        slot, second = divmod(offset - DESCRIPTORS_OFFSET, DESCRIPTOR_BYTES)
-        if 0 <= slot < self._config.ring_slots and not second:
-            self._descriptors[slot, enabled] = data[enabled]
+        line = offset - DESCRIPTORS_OFFSET >> LINE_SHIFT
+        if 0 <= line < len(self._descriptors):
+            self._descriptors[line, enabled] = data[enabled]
         return False
 
-    def fetch(self) -> tuple[int, Lines]:
-        """The descriptors that are posted, and how many of this ring came before them."""
+    def fetch(self) -> tuple[int, Lines, Lines]:
+        """How many descriptors of this ring came before those that are posted, and both lines of these."""
         first = self.head
         slots = (first + np.arange(self.tail - first & _COUNT_MASK)) % self._config.ring_slots
         self.head = self.tail
-        return first, self._descriptors[slots]
+        lines = _SLOT_LINES * slots
+        return first, self._descriptors[lines], self._descriptors[lines + 1]
 
     def complete(self, first: int, records: Lines) -> None:
         """Write the completion records of descriptors in a row, the first of them with this index."""

@@ -17,6 +17,7 @@
 
 #include "attention_partial.h"
 #include "attention_rows.h"
+#include "attention_seen.h"
 #include "lanes.h"
 
 namespace nearkv {
@@ -28,7 +29,7 @@ constexpr std::int64_t kPieceTerms = 1 << 20;
 constexpr std::int64_t kPiecesPerThread = 8;
 
 std::int64_t terms_of(const Job& job) {
-    return (job.row_end - job.row_begin) * job.group * (job.head_dim + job.value_dim);
+    return rows_of(job) * job.query_rows * job.group * (job.head_dim + job.value_dim);
 }
 
 // A job under way.
@@ -38,6 +39,7 @@ struct Task {
     std::unique_ptr<Partial> sums;
 };
 
+// Rows of a job, numbered from the first one of its runs on.
 struct Piece {
     Task* task;
     std::int64_t begin;
@@ -73,14 +75,15 @@ public:
 
 private:
     void cut(Task& task, const Job& job, std::int64_t terms) {
-        const std::int64_t rows = job.row_end - job.row_begin;
-        const std::int64_t row_terms = static_cast<std::int64_t>(job.group) * (job.head_dim + job.value_dim);
+        const std::int64_t rows = rows_of(job);
+        const std::int64_t queries = static_cast<std::int64_t>(job.group) * job.query_rows;
+        const std::int64_t row_terms = queries * (job.head_dim + job.value_dim);
         const std::int64_t blocks = std::max<std::int64_t>(terms / row_terms / kBlock, 1);
         task = {&job, 0, nullptr};
         std::int64_t begin = 0;
         do {
             const std::int64_t end = std::min(begin + blocks * kBlock, rows);
-            pieces_.push_back({&task, job.row_begin + begin, job.row_begin + end});
+            pieces_.push_back({&task, begin, end});
             task.pieces_left++;
             begin = end;
         } while (begin < rows);

@@ -66,6 +66,31 @@ std::uint32_t lane_code(const Sum& sum, std::uint8_t flags, const Reciprocal& sc
     return rounded(magnitude, kept.exponent + scale.exponent, output) | (kept.negative ? output.sign() : 0);
 }
 
+// A float32 code times a float32, in one IEEE multiplication.
+std::uint32_t multiplied(std::uint32_t code, std::uint32_t factor) {
+    const std::uint32_t sign = (code ^ factor) & kFloat32.sign();
+    const std::uint32_t size = code & ~kFloat32.sign();
+    const std::uint32_t other = factor & ~kFloat32.sign();
+    const std::uint32_t infinity = kFloat32.infinity();
+    if (size > infinity || other > infinity) return kFloat32.nan;
+    if (size == infinity || other == infinity) return size == 0 || other == 0 ? kFloat32.nan : infinity | sign;
+    const Number a = float32_number(size);
+    const Number b = float32_number(other);
+    const std::uint64_t product = a.significand * b.significand;
+    const int lift = 62 - length_of(product);
+    return rounded(product << lift, a.exponent + b.exponent - lift, kFloat32) | sign;
+}
+
+// A float32 code in another output format.
+std::uint32_t narrowed(std::uint32_t code, const Output& output) {
+    if (output.bits == 32) return code;
+    const std::uint32_t size = code & ~kFloat32.sign();
+    const std::uint32_t sign = code & kFloat32.sign() ? output.sign() : 0;
+    if (size >= kFloat32.infinity()) return size > kFloat32.infinity() ? output.nan : output.infinity() | sign;
+    const Number number = float32_number(size);
+    return rounded(number.significand << 32, number.exponent - 32, output) | sign;
+}
+
 template <typename Value>
 void put(std::uint8_t* to, std::size_t index, Value value) {
     std::memcpy(to + index * sizeof value, &value, sizeof value);
@@ -74,7 +99,7 @@ void put(std::uint8_t* to, std::size_t index, Value value) {
 }  // namespace
 
 void Partial::merge(const Partial& other) {
-    for (std::size_t query = 0; query < group_; query++) {
+    for (std::size_t query = 0; query < queries_; query++) {
         denominators_[query].merge(other.denominators_[query]);
         nan_[query] |= other.nan_[query];
     }
@@ -91,8 +116,8 @@ void Partial::merge(const Partial& other) {
 }
 
 void Partial::add_sinks(const std::uint32_t* sinks) {
-    for (std::size_t query = 0; query < group_; query++) {
-        const std::uint32_t bits = sinks[query];
+    for (std::size_t query = 0; query < queries_; query++) {
+        const std::uint32_t bits = sinks[query % group_];
         const bool special = (bits >> 23 & 0xFF) == 0xFF;
         if (special && bits != kFloat32.infinity() + kFloat32.sign()) set_nan(query);
         if (special) continue;
@@ -104,7 +129,7 @@ void Partial::add_sinks(const std::uint32_t* sinks) {
 }
 
 void Partial::write(const Job& job) {
-    for (std::size_t query = 0; query < group_; query++) {
+    for (std::size_t query = 0; query < queries_; query++) {
         if (nan(query)) forget(query);
         std::uint8_t* out = job.result + query * static_cast<std::size_t>(job.result_bytes);
         std::memset(out, 0, static_cast<std::size_t>(job.result_bytes));
@@ -132,10 +157,12 @@ void Partial::write_states(const Job& job, std::uint8_t* out, std::size_t query)
 
 void Partial::write_codes(const Job& job, std::uint8_t* out, std::size_t query) {
     const Output& output = output_of(job.form);
+    const Output& first = job.output_scale ? kFloat32 : output;
     const Reciprocal scale(denominators_[query]);
     for (std::size_t lane = 0; lane < lanes_; lane++) {
         const Sum sum = numerators(query)[lane / kLanes].at(lane % kLanes);
-        const std::uint32_t code = nan(query) ? output.nan : lane_code(sum, flags(query, lane), scale, output);
+        std::uint32_t code = nan(query) ? first.nan : lane_code(sum, flags(query, lane), scale, first);
+        if (job.output_scale) code = narrowed(multiplied(code, job.output_scale), output);
         if (output.bits == 32) {
             put(out, lane, code);
         } else {

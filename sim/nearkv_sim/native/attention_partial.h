@@ -40,12 +40,14 @@ public:
         : lanes_(static_cast<std::size_t>(job.value_dim)),
           blocks_((lanes_ + kLanes - 1) / kLanes),
           group_(static_cast<std::size_t>(job.group)),
-          denominators_(group_),
-          nan_(group_),
-          numerators_(group_ * blocks_),
-          flags_(group_ * lanes_) {}
+          queries_(group_ * static_cast<std::size_t>(job.query_rows)),
+          denominators_(queries_),
+          nan_(queries_),
+          numerators_(queries_ * blocks_),
+          flags_(queries_ * lanes_) {}
 
     std::size_t lanes() const { return lanes_; }
+    std::size_t queries() const { return queries_; }
     Sum& denominator(std::size_t query) { return denominators_[query]; }
     // Where set, nothing else of the query has a meaning.
     bool nan(std::size_t query) const { return nan_[query] != 0; }
@@ -63,7 +65,7 @@ public:
     }
 
     void merge(const Partial& other);
-    // Adds the sink of each query head, by its float32 bits.
+    // Adds the sink of each query head to all of its queries, by its float32 bits.
     void add_sinks(const std::uint32_t* sinks);
     // Writes every query head's result to where the job wants it, whole lines, padding included. Sums of a NaN query,
     // which have no meaning, are written as empty.
@@ -78,6 +80,7 @@ private:
     std::size_t lanes_;
     std::size_t blocks_;
     std::size_t group_;
+    std::size_t queries_;  // heads of all query rows
     std::vector<Sum> denominators_;
     std::vector<std::uint8_t> nan_;
     std::vector<LaneSums> numerators_;

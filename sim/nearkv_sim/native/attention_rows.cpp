@@ -49,21 +49,19 @@ void store_totals(const Doubles (&x)[4], double* to) {
 #endif
 }
 
-std::uint16_t code_at(const std::uint8_t* codes, std::size_t index) {
-    std::uint16_t code;
-    std::memcpy(&code, codes + index * sizeof code, sizeof code);
-    return code;
+const Format* scale_format(std::int32_t code) { return code ? &kScales[code - 1] : nullptr; }
+
+Decoder k_decoder(const Job& job) {
+    return {kFormats[job.k_format], static_cast<std::size_t>(job.head_dim), scale_format(job.k_scale),
+            static_cast<std::size_t>(job.k_block), job.k_format == kLutCode ? job.codebooks : nullptr};
 }
 
-using Magnitudes = std::int16_t __attribute__((vector_size(kVectorBytes)));
-constexpr std::size_t kLineLanes = kLineBytes / 2;
-
-// Elements as doubles; what stands for no number becomes some number.
-Doubles decoded(const std::uint8_t* codes, const ToDouble& convert) {
-    return doubles((extended(codes) << convert.shift) & convert.kept) * convert.scale;
+// Of rows whose V is part of K this is K's.
+Decoder v_decoder(const Job& job) {
+    if (job.latent) return k_decoder(job);
+    return {kFormats[job.v_format], static_cast<std::size_t>(job.value_dim), scale_format(job.v_scale),
+            static_cast<std::size_t>(job.v_block), job.v_format == kLutCode ? job.codebooks + kLutEntries : nullptr};
 }
-
-std::size_t lines_of(std::size_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes; }
 
 }  // namespace
 
@@ -71,32 +69,36 @@ RowWorker::RowWorker(const std::uint8_t* image, const Job& job, Partial& into)
     : image_(image),
       job_(job),
       into_(into),
-      k_format_(kFormats[job.k_format]),
-      v_format_(kFormats[job.v_format]),
+      seen_(job),
+      q_decoder_(kFormats[job.query_format], static_cast<std::size_t>(job.head_dim)),
+      k_decoder_(k_decoder(job)),
+      v_decoder_(v_decoder(job)),
       k_blocks_((static_cast<std::size_t>(job.head_dim) + kLanes - 1) / kLanes),
       v_blocks_((into.lanes() + kLanes - 1) / kLanes),
-      k_bytes_(lines_of(2 * static_cast<std::size_t>(job.head_dim)) * kLineBytes),
-      v_bytes_(lines_of(2 * into.lanes()) * kLineBytes),
       factor_(float32_number(job.factor)),
-      q_(static_cast<std::size_t>(job.group) * k_blocks_),
+      q_(into.queries() * k_blocks_),
       k_(kBlockRows * k_blocks_),
-      v_(kBlockRows * v_blocks_) {
-    const auto dim = static_cast<std::size_t>(job.head_dim);
-    const ToDouble convert(kFormats[job.query_format]);
-    for (std::size_t query = 0; query < static_cast<std::size_t>(job.group); query++) {
-        const std::uint8_t* codes = image + static_cast<std::size_t>(job.query_line) * kLineBytes + query * k_bytes_;
+      v_(kBlockRows * v_blocks_),
+      visible_(static_cast<std::size_t>(job.query_rows)) {
+    const std::size_t bytes = (2 * static_cast<std::size_t>(job.head_dim) + kLineBytes - 1) / kLineBytes * kLineBytes;
+    for (std::size_t query = 0; query < into.queries(); query++) {
+        const std::uint8_t* codes = image + static_cast<std::size_t>(job.query_line) * kLineBytes + query * bytes;
         Box<Doubles>* values = &q_[query * k_blocks_];
-        const Decoded decoded = decode(codes, convert, dim, values, 1);
-        queries_.push_back({codes, values, decoded.peak, decoded.special});
+        const Decoded decoded = q_decoder_.decode(codes, nullptr, values, 1);
+        const std::size_t row = query / static_cast<std::size_t>(job.group);
+        queries_.push_back({codes, row, values, decoded.peak, decoded.special});
     }
 }
 
 void RowWorker::add(std::int64_t begin, std::int64_t end) {
-    while (begin < end) {
-        const std::int64_t until = std::min(begin + static_cast<std::int64_t>(kBlockRows), end);
-        load_block(begin, until);
-        next_ = until;
-        next_end_ = std::min(until + static_cast<std::int64_t>(kBlockRows), end);
+    RowNumbers numbers(job_, begin, end);
+    next_end_ = numbers.take(next_numbers_.data(), kBlockRows);
+    while (next_end_ > 0) {
+        rows_ = next_end_;
+        numbers_ = next_numbers_;
+        load_block();
+        next_ = 0;
+        next_end_ = numbers.take(next_numbers_.data(), kBlockRows);
         std::size_t first = 0;
         for (; first + kTileQueries <= queries_.size(); first += kTileQueries) work_tile<kTileQueries>(first);
         switch (queries_.size() - first) {
@@ -105,60 +107,35 @@ void RowWorker::add(std::int64_t begin, std::int64_t end) {
             case 1: work_tile<1>(first); break;
             default: break;
         }
-        begin = until;
     }
-}
-
-// Elements of a row as doubles, kLanes at a time, `stride` values apart, zero beyond the row's end.
-[[gnu::always_inline]] inline RowWorker::Decoded RowWorker::decode(const std::uint8_t* codes, const ToDouble& convert,
-                                                                   std::size_t dim, Box<Doubles>* to,
-                                                                   std::size_t stride) {
-    Magnitudes peaks{};
-    const auto add_line = [&](const std::uint8_t* line, std::size_t lanes) {
-        for (std::size_t at = 0; at < kLineBytes; at += kVectorBytes) {
-            const Magnitudes some = load<Magnitudes>(line + at) & static_cast<std::int16_t>(kMagnitudeMask);
-            peaks = some > peaks ? some : peaks;
-        }
-#pragma GCC unroll 4
-        for (std::size_t lane = 0; lane < lanes; lane += kLanes) {
-            to->value = decoded(line + 2 * lane, convert);
-            to += stride;
-        }
-    };
-    for (std::size_t i = 0; i < dim / kLineLanes; i++) add_line(codes + i * kLineBytes, kLineLanes);
-    if (const std::size_t rest = dim % kLineLanes) {
-        std::array<std::uint8_t, kLineBytes> line{};
-        std::memcpy(line.data(), codes + dim / kLineLanes * kLineBytes, 2 * rest);
-        add_line(line.data(), rest);
-    }
-    std::int16_t peak = 0;
-    for (std::size_t i = 0; i < kVectorBytes / 2; i++) peak = std::max(peak, peaks[i]);
-    const auto code = static_cast<std::uint16_t>(peak);
-    return {convert(code), code >= convert.infinity};
 }
 
 RowWorker::Row RowWorker::find_row(std::int64_t row) const {
     const std::int64_t first_page = job_.row_begin >> job_.page_rows_log2;
     const std::uint64_t page = job_.entries[(row >> job_.page_rows_log2) - first_page] >> kEntryLineShift;
-    const auto slot = static_cast<std::size_t>(row & ((std::int64_t{1} << job_.page_rows_log2) - 1));
-    const std::uint8_t* k = image_ + page * kLineBytes;
-    return {k + slot * k_bytes_, k + (k_bytes_ << job_.page_rows_log2) + slot * v_bytes_, false, false};
+    const std::int64_t slot = row & ((std::int64_t{1} << job_.page_rows_log2) - 1);
+    const std::uint8_t* base = image_ + page * kLineBytes;
+    return {base + slot * job_.k_pitch,
+            base + job_.k_scales_at + slot * job_.k_scale_pitch,
+            base + job_.v_at + slot * job_.v_pitch,
+            base + job_.v_scales_at + slot * job_.v_scale_pitch,
+            false,
+            false};
 }
 
-void RowWorker::load_block(std::int64_t begin, std::int64_t end) {
-    rows_ = static_cast<std::size_t>(end - begin);
+void RowWorker::load_block() {
     padded_rows_ = (rows_ + kRowStep - 1) / kRowStep * kRowStep;
-    const ToDouble k_convert(k_format_);
-    const ToDouble v_convert(v_format_);
-    const auto dim = static_cast<std::size_t>(job_.head_dim);
     for (std::size_t i = 0; i < rows_; i++) {
-        const std::int64_t row = begin + static_cast<std::int64_t>(i);
-        Row& its = row_[i] = find_row(row);
-        const Decoded k = decode(its.k, k_convert, dim, &k_[i * k_blocks_], 1);
-        const Decoded v = decode(its.v, v_convert, into_.lanes(), &v_[i], kBlockRows);
+        Row& its = row_[i] = find_row(numbers_[i]);
+        const Decoded k = k_decoder_.decode(its.k, its.k_scales, &k_[i * k_blocks_], 1);
         k_peak_[i] = k.peak;
-        v_peak_[i] = v.peak;
         its.k_special = k.special;
+        if (job_.latent) {
+            load_latent(i);
+            continue;
+        }
+        const Decoded v = v_decoder_.decode(its.v, its.v_scales, &v_[i], kBlockRows);
+        v_peak_[i] = v.peak;
         its.v_special = v.special;
     }
     for (std::size_t i = rows_; i < padded_rows_; i++) {
@@ -166,20 +143,43 @@ void RowWorker::load_block(std::int64_t begin, std::int64_t end) {
         for (std::size_t block = 0; block < k_blocks_; block++) k_[i * k_blocks_ + block] = {};
         for (std::size_t block = 0; block < v_blocks_; block++) v_[block * kBlockRows + i] = {};
     }
+    if (!seen_.all()) {
+        for (std::size_t row = 0; row < visible_.size(); row++) visible_[row] = seen_.mask(row, numbers_.data(), rows_);
+    }
+}
+
+// V of a row is the first elements of its K.
+void RowWorker::load_latent(std::size_t row) {
+    for (std::size_t block = 0; block < v_blocks_; block++) v_[block * kBlockRows + row] = k_[row * k_blocks_ + block];
+    Row& its = row_[row];
+    its.v = its.k;
+    its.v_scales = its.k_scales;
+    its.v_special = its.k_special;
+    v_peak_[row] = k_peak_[row];
+}
+
+// Whether any of so many queries sees a row of the block.
+bool RowWorker::seen_by(std::size_t first, std::size_t queries) const {
+    if (seen_.all()) return true;
+    for (std::size_t query = first; query < first + queries; query++) {
+        if (visible_[queries_[query].row]) return true;
+    }
+    return false;
 }
 
 // Asks the memory for a share of the next block's rows, a few at a time: so many lines at once would stand in line.
 void RowWorker::prefetch_next(std::size_t rows) {
-    for (; rows > 0 && next_ < next_end_; rows--) prefetch(find_row(next_++));
+    for (; rows > 0 && next_ < next_end_; rows--) prefetch(find_row(next_numbers_[next_++]));
 }
 
 void RowWorker::prefetch(const Row& row) const {
-    for (std::size_t line = 0; line < k_bytes_; line += kLineBytes) __builtin_prefetch(row.k + line);
-    for (std::size_t line = 0; line < v_bytes_; line += kLineBytes) __builtin_prefetch(row.v + line);
+    for (std::int32_t line = 0; line < job_.k_pitch; line += kLineBytes) __builtin_prefetch(row.k + line);
+    for (std::int32_t line = 0; line < job_.v_pitch; line += kLineBytes) __builtin_prefetch(row.v + line);
 }
 
 template <std::size_t Queries>
 void RowWorker::work_tile(std::size_t first) {
+    if (!seen_by(first, Queries)) return;
     dot_products<Queries>(first);
     bool narrow = true;
     for (std::size_t tile = 0; tile < Queries; tile++) {
@@ -229,16 +229,37 @@ void RowWorker::find_scores(std::size_t index, const double* dots) {
     if (into_.nan(index)) return;
     alignas(64) std::array<std::uint64_t, kBlockRows> certain;
     find_certain_scores(query, dots, certain.data());
+    const std::uint32_t visible = seen_.all() ? ~std::uint32_t{0} : visible_[query.row];
     for (std::size_t i = 0; i < rows_; i++) {
-        if (query.special || row_[i].k_special) {
+        if (!(visible >> i & 1)) {
             score_[i] = kNoScore;
-            if (fate_of(query, row_[i]) == Fate::kNan) into_.set_nan(index);
+        } else if (query.special || row_[i].k_special) {
+            const Fate fate = fate_of(query, row_[i]);
+            const bool bad = fate == Fate::kNan || (fate == Fate::kUp && !job_.softcap);
+            if (bad) into_.set_nan(index);
+            const bool number = job_.softcap && (fate == Fate::kUp || fate == Fate::kDown);
+            score_[i] = !number ? kNoScore : fate == Fate::kUp ? kScoreLimit : -kScoreLimit;
         } else if (!certain[i]) {
             score_[i] = exact_score(query, i);
         }
     }
     std::fill(score_.begin() + static_cast<std::ptrdiff_t>(rows_), score_.end(), kNoScore);
     if (into_.nan(index)) std::fill(score_.begin(), score_.end(), kNoScore);
+    if (job_.softcap || job_.slopes) change_scores(index);
+}
+
+// Softcap and bias.
+void RowWorker::change_scores(std::size_t index) {
+    const Query& query = queries_[index];
+    const Number cap = float32_number(job_.softcap);
+    for (std::size_t i = 0; i < rows_; i++) {
+        if (score_[i] == kNoScore) continue;
+        if (job_.softcap) score_[i] = capped(score_[i], cap);
+        if (!job_.slopes) continue;
+        const Number slope = float32_number(job_.slopes[index % static_cast<std::size_t>(job_.group)]);
+        const std::int64_t distance = seen_.position(numbers_[i]) - seen_.query_position(query.row);
+        score_[i] = std::clamp<std::int64_t>(score_[i] + bias(slope, distance), -kScoreLimit, kScoreLimit);
+    }
 }
 
 // The score is a step function of the dot product. Where both ends of what the dot product may be, by rounding here and
@@ -296,19 +317,19 @@ std::int64_t RowWorker::exact_score(const Query& query, std::size_t row) const {
 
 // What becomes of a row where q or k holds an infinity or NaN.
 RowWorker::Fate RowWorker::fate_of(const Query& query, const Row& row) const {
-    const Format& q_format = kFormats[job_.query_format];
     bool positive = false;
     bool negative = false;
     for (std::size_t i = 0; i < static_cast<std::size_t>(job_.head_dim); i++) {
-        const std::uint16_t q = code_at(query.codes, i);
-        const std::uint16_t k = code_at(row.k, i);
-        if (is_nan(q_format, q) || is_nan(k_format_, k)) return Fate::kNan;
-        if (!is_infinite(q_format, q) && !is_infinite(k_format_, k)) continue;
-        if (is_zero(q) || is_zero(k)) return Fate::kNan;
-        const bool minus = (is_negative(q) != is_negative(k)) != factor_.negative;
+        const double q = q_decoder_.at(query.codes, nullptr, i);
+        const double k = k_decoder_.at(row.k, row.k_scales, i);
+        if (std::isnan(q) || std::isnan(k)) return Fate::kNan;
+        if (!std::isinf(q) && !std::isinf(k)) continue;
+        if (q == 0 || k == 0) return Fate::kNan;
+        const bool minus = (std::signbit(q) != std::signbit(k)) != factor_.negative;
         (minus ? negative : positive) = true;
     }
-    return positive || factor_.significand == 0 ? Fate::kNan : Fate::kDropped;
+    if ((positive && negative) || factor_.significand == 0) return Fate::kNan;
+    return positive ? Fate::kUp : Fate::kDown;
 }
 
 // Weights of the rows that the lanes can hold; the others are added here.
@@ -341,14 +362,14 @@ void RowWorker::add_row_exactly(std::size_t query, std::size_t row, bool with_de
     const Number weight = weight_of(score_[row]).number();
     if (with_denominator) into_.denominator(query).add(weight);
     for (std::size_t lane = 0; lane < into_.lanes(); lane++) {
-        const std::uint16_t code = code_at(row_[row].v, lane);
-        if (is_nan(v_format_, code)) {
+        const double value = v_decoder_.at(row_[row].v, row_[row].v_scales, lane);
+        if (std::isnan(value)) {
             into_.flags(query, lane) |= kLaneNan;
-        } else if (is_infinite(v_format_, code)) {
+        } else if (std::isinf(value)) {
             into_.flags(query, lane) |=
-                static_cast<std::uint8_t>(is_negative(code) ? kLaneNegativeInfinity : kLanePositiveInfinity);
+                static_cast<std::uint8_t>(value < 0 ? kLaneNegativeInfinity : kLanePositiveInfinity);
         } else {
-            const Number element = element_number(v_format_, code);
+            const Number element = number_of(value);
             into_.add(query, lane,
                       {element.negative, element.significand * weight.significand, element.exponent + weight.exponent});
         }

@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "attention_abi.h"
+#include "attention_decode.h"
 #include "attention_partial.h"
+#include "attention_seen.h"
 #include "binned.h"
 #include "elements.h"
 #include "lanes.h"
@@ -30,12 +32,13 @@ public:
     // `image` is the device's memory; `into` must outlive the worker.
     RowWorker(const std::uint8_t* image, const Job& job, Partial& into);
 
-    // Adds rows of the context, numbered as in the job; all of them are visible.
+    // Adds rows of the job's runs, numbered from their first on.
     void add(std::int64_t begin, std::int64_t end);
 
 private:
     struct Query {
         const std::uint8_t* codes;
+        std::size_t row;  // its query row
         const Box<Doubles>* values;
         double peak;
         bool special;
@@ -44,13 +47,11 @@ private:
     };
     struct Row {
         const std::uint8_t* k;
+        const std::uint8_t* k_scales;
         const std::uint8_t* v;
+        const std::uint8_t* v_scales;
         bool k_special;
         bool v_special;
-    };
-    struct Decoded {
-        double peak;
-        bool special;
     };
     // Weights of a query's rows in a block, as doubles in units of 2^(32 * base).
     struct Weights {
@@ -58,12 +59,12 @@ private:
         std::int64_t base;
         bool settled;
     };
-    enum class Fate { kNan, kDropped };
+    enum class Fate { kNan, kDropped, kUp, kDown };
 
-    static Decoded decode(const std::uint8_t* codes, const ToDouble& convert, std::size_t dim, Box<Doubles>* to,
-                          std::size_t stride);
     Row find_row(std::int64_t row) const;
-    void load_block(std::int64_t begin, std::int64_t end);
+    void load_block();
+    void load_latent(std::size_t row);
+    bool seen_by(std::size_t first, std::size_t queries) const;
     void prefetch_next(std::size_t rows);
     void prefetch(const Row& row) const;
     template <std::size_t Queries>
@@ -73,6 +74,7 @@ private:
     template <std::size_t Queries, bool Narrow>
     void add_values(std::size_t first);
     void find_scores(std::size_t query, const double* dots);
+    void change_scores(std::size_t query);
     void find_certain_scores(const Query& query, const double* dots, std::uint64_t* certain);
     std::int64_t exact_score(const Query& query, std::size_t row) const;
     Fate fate_of(const Query& query, const Row& row) const;
@@ -85,20 +87,23 @@ private:
     const std::uint8_t* image_;
     const Job& job_;
     Partial& into_;
-    const Format& k_format_;
-    const Format& v_format_;
+    Seen seen_;
+    Decoder q_decoder_;
+    Decoder k_decoder_;
+    Decoder v_decoder_;
     std::size_t k_blocks_;  // of kLanes elements
     std::size_t v_blocks_;
-    std::size_t k_bytes_;  // of a row, and of a query
-    std::size_t v_bytes_;
     Number factor_;
     std::vector<Box<Doubles>> q_;  // [group][k_blocks]
     std::vector<Box<Doubles>> k_;  // [rows][k_blocks]
     std::vector<Box<Doubles>> v_;  // [v_blocks][rows]
     std::vector<Query> queries_;
 
-    std::int64_t next_ = 0;  // rows from here on, up to next_end_, are not asked for yet
-    std::int64_t next_end_ = 0;
+    std::array<std::int64_t, kBlockRows> numbers_;       // of the block's rows in the context
+    std::array<std::int64_t, kBlockRows> next_numbers_;  // of the next block's rows
+    std::size_t next_ = 0;  // these from here on, up to next_end_, are not asked for yet
+    std::size_t next_end_ = 0;
+    std::vector<std::uint32_t> visible_;  // a bit for each row of the block, by query row
     std::size_t rows_ = 0;
     std::size_t padded_rows_ = 0;
     std::array<Row, kBlockRows> row_;

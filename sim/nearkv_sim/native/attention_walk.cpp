@@ -93,12 +93,23 @@ private:
         for (std::int64_t i = 0; i < pages_; i++) {
             const std::uint64_t entry = entries_[i];
             const auto page = static_cast<std::int64_t>(entry >> kEntryLineShift & kEntryLineMask);
-            if ((entry & kEntryFixedBits) != 1 || !allowed(page, kind_.row_lines << log2)) return false;
+            if ((entry & kEntryFixedBits) != 1 || !allowed(page, kind_.page_lines)) return false;
             const std::int64_t until = std::min((row & -page_rows) + page_rows, end_);
-            streamed[slice_of(page)] += (until - row) * kind_.row_lines;
+            const std::int64_t first = row & -page_rows;
+            streamed[slice_of(page)] += lines_of_rows(row - first, until - first);
             row = until;
         }
         return true;
+    }
+
+    // Lines that hold codes and scales of rows of a page.
+    std::int64_t lines_of_rows(std::int64_t begin, std::int64_t end) const {
+        const Job& job = kind_.job;
+        std::int64_t lines = 0;
+        for (const std::int64_t pitch : {job.k_pitch, job.k_scale_pitch, job.v_pitch, job.v_scale_pitch}) {
+            if (pitch) lines += (end * pitch + kLineBytes - 1) / kLineBytes - begin * pitch / kLineBytes;
+        }
+        return lines;
     }
 
     const Device& device_;

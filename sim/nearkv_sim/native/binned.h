@@ -38,12 +38,13 @@ struct Sum {
         low += second.low;
     }
 
-    // Adds a term whose significand has at most 32 bits.
+    // Adds a term whose significand has at most 48 bits.
     void add(const Number& term) {
         if (term.significand == 0) return;
         const std::int64_t bin = (term.exponent + length_of(term.significand) - 1) >> kBinShift;
-        // The leading one comes to lie in bits 32 to 63, so that this is a shift to the left.
-        const std::uint64_t a = term.significand << (term.exponent - kBinBits * (bin - 1));
+        // The leading one comes to lie in bits 32 to 63.
+        const std::int64_t shift = term.exponent - kBinBits * (bin - 1);
+        const std::uint64_t a = shift < 0 ? term.significand >> -shift : term.significand << shift;
         const auto upper = static_cast<std::int64_t>(a >> kBinBits);
         const auto rest = static_cast<std::int64_t>(a & kLimbMask);
         merge(term.negative ? Sum{bin, -upper, -rest} : Sum{bin, upper, rest});
@@ -97,6 +98,33 @@ inline std::int64_t score_of(const Sum& dot, const Number& factor) {
     if (kept.significand == 0) return 0;
     return rounded_score({kept.negative != factor.negative, kept.significand * factor.significand,
                           kept.exponent + factor.exponent + kScoreFractionBits});
+}
+
+// The score under a softcap (section 8), of its argument.
+inline std::int64_t capped(std::int64_t argument, const Number& cap) {
+    const auto size = static_cast<std::uint64_t>(argument < 0 ? -argument : argument);
+    std::int64_t tanh = std::int64_t{1} << kTanhFractionBits;
+    for (const TanhOctave& octave : kTanhOctaves) {
+        if (size >> octave.bits) continue;
+        const TanhSegment& segment = kTanhTable[octave.first + static_cast<int>(size >> octave.width)];
+        const auto place = static_cast<std::int64_t>(size >> (octave.width - kTanhStepBits) &
+                                                     ((std::uint64_t{1} << kTanhStepBits) - 1));
+        constexpr int kStep = kTanhStepBits - 1;
+        constexpr int kCurve = kTanhCurveBits - 1;
+        const std::int64_t curve = segment.c * (place >> (kTanhStepBits - kTanhCurveBits));
+        const std::int64_t slope = segment.b + ((curve + (std::int64_t{1} << kCurve)) >> (kCurve + 1));
+        tanh = segment.t + ((slope * place + (std::int64_t{1} << kStep)) >> (kStep + 1));
+        break;
+    }
+    return rounded_score({argument < 0, static_cast<std::uint64_t>(tanh) * cap.significand,
+                          cap.exponent + kScoreFractionBits - kTanhFractionBits});
+}
+
+// ALiBi's bias (section 9).
+inline std::int64_t bias(const Number& slope, std::int64_t distance) {
+    const auto size = static_cast<std::uint64_t>(distance < 0 ? -distance : distance);
+    return rounded_score({slope.negative != (distance < 0), size * slope.significand,
+                          slope.exponent + kScoreFractionBits});
 }
 
 // A weight p * 2^(n - kWeightFractionBits).

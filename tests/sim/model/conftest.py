@@ -11,8 +11,9 @@ def open_port(request):
     """Opens devices of preset `small` on either kernel, with keyword overrides; closes them in the end."""
     ports = []
 
-    def open_one(**overrides):
-        ports.append(ModelPort(configure("small", **overrides), kernel=request.param))
+    def open_one(features=None, **overrides):
+        config = configure("small", **overrides)
+        ports.append(ModelPort(config, kernel=request.param, features=features))
         return ports[-1]
 
     yield open_one

@@ -144,25 +144,24 @@ def test_what_of_the_window_can_be_written(open_port):
     base = window.window_base(config, 0)
     descriptor = window.descriptor_address(config, 0, 1)
     record = window.completion_address(config, 0, 1)
-    readable = addresses(descriptor)
+    readable = addresses(descriptor, descriptor + LINE_BYTES)
     dropped = addresses(
         base,
         base + 2 * LINE_BYTES,
         base + window.DOORBELL_OFFSET + LINE_BYTES,
         record,
-        descriptor + LINE_BYTES,
         window.descriptor_address(config, 0, 3) + 2 * LINE_BYTES,
         base + window.COMPLETIONS_OFFSET + 4 * LINE_BYTES,
     )
     before = port.run([Read(dropped)])[0]
     assert (before.access == Access.DATA).all()
-    data = lines(1, 1)
-    half = np.array([0xFFFFFFFF], dtype=np.uint64)
+    data = lines(1, 2)
+    half = np.array([0xFFFFFFFF] * 2, dtype=np.uint64)
     writes = Write(dropped, lines(2, len(dropped))), Write(readable, data, half)
     results = port.run([*writes, Fence(), Read(dropped), Read(readable)])
     assert (results[0].data == before.data).all()
-    assert (results[1].data[0, :32] == data[0, :32]).all()
-    assert not results[1].data[0, 32:].any()
+    assert (results[1].data[:, :32] == data[:, :32]).all()
+    assert not results[1].data[:, 32:].any()
 
 
 def test_identity(open_port):

@@ -8,8 +8,8 @@ from kernel_cases import batch, check_against_reference, codes, meaning, new_mem
 from nearkv_hw.abi import OutputForm
 from nearkv_hw.abi.formats import BF16
 from nearkv_sim.model import attention
+from nearkv_sim.model.job import Job, Shape
 from nearkv_sim.model.native import load_kernel
-from nearkv_sim.model.walker import Job, Shape
 
 JOBS = 10
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from contract_cases import seed_of_run
-from nearkv_hw.abi import LINE_BYTES, OutputForm, Status
+from nearkv_hw.abi import LINE_BYTES, Feature, OutputForm, Status
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.memory import ENTRY, TABLE
 from nearkv_hw.abi.numerics import MAX_ROWS
@@ -51,7 +51,7 @@ class Setup:
 
 @pytest.fixture
 def setup(open_port):
-    return Setup(open_port(capacity_bytes=256 << 20))
+    return Setup(open_port(Feature(0), capacity_bytes=256 << 20))
 
 
 def test_the_job_is_good(setup):
