@@ -21,7 +21,7 @@ from nearkv_hw.abi.memory import (
 from nearkv_hw.abi.numerics import MAX_ROWS
 
 from .job import Job, Refusal
-from .memory import LineIndices, Memory
+from .memory import LineIndices, Mask, Memory
 
 _EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 _LINE_OFFSET = np.uint64(ENTRY.offset("line"))
@@ -99,11 +99,9 @@ def walk(job: Job, room: int, memory: Memory, needed: npt.NDArray[np.bool_] | No
     lines = np.arange(job.first_page // ENTRIES_PER_LINE, last_page // ENTRIES_PER_LINE + 1)
     begin = job.first_page % ENTRIES_PER_LINE
     these = slice(begin, begin + last_page - job.first_page + 1)
-    wanted = np.ones(lines.shape, np.bool_)
-    if needed is not None:
-        wanted = np.zeros(len(lines) * ENTRIES_PER_LINE, np.bool_)
-        wanted[these] = needed
-        wanted = wanted.reshape(-1, ENTRIES_PER_LINE).any(axis=1)
+    marked = np.zeros((len(lines), ENTRIES_PER_LINE), np.bool_)
+    marked.reshape(-1)[these] = True if needed is None else needed
+    wanted: Mask = np.logical_or.reduce(marked, axis=1)
     lines += job.table_line + 1 + job.kv_head * table_entry_lines(room)
     data = np.zeros((len(lines), LINE_BYTES), np.uint8)
     allowed = np.ones(lines.shape, np.bool_)

@@ -1,20 +1,12 @@
 #include "attention_decode.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 namespace nearkv {
 namespace {
 
-using Magnitudes = std::int16_t __attribute__((vector_size(kVectorBytes)));
-constexpr std::size_t kLineLanes = kLineBytes / 2;
 constexpr std::uint64_t kInfinityBits = std::uint64_t{0x7FF} << 52;
-
-// Elements as doubles; what stands for no number becomes some number.
-Doubles decoded(const std::uint8_t* codes, const ToDouble& convert) {
-    return doubles((extended(codes) << convert.shift) & convert.kept) * convert.scale;
-}
 
 std::uint16_t code_of(const std::uint8_t* codes, std::size_t index) {
     std::uint16_t code;
@@ -53,44 +45,11 @@ Decoder::Decoder(const Format& format, std::size_t dim, const Format* scale, std
     if (scale && scale->bits < 16) scales_ = table(*scale);
 }
 
-Decoded Decoder::decode(const std::uint8_t* codes, const std::uint8_t* scales, Box<Doubles>* to,
-                        std::size_t stride) const {
-    if (format_.bits == 16) return decode_wide(codes, to, stride);
-    return format_.bits == 8 ? decode_narrow<8>(codes, scales, to, stride)
-                             : decode_narrow<4>(codes, scales, to, stride);
-}
-
 double Decoder::at(const std::uint8_t* codes, const std::uint8_t* scales, std::size_t index) const {
     if (format_.bits == 16) return element_value(format_, code_of(codes, index));
     const double number =
         numbers_[format_.bits == 8 ? narrow_code<8>(codes, index) : narrow_code<4>(codes, index)];
     return scale_ ? number * scale_at(scales, index / block_) : number;
-}
-
-Decoded Decoder::decode_wide(const std::uint8_t* codes, Box<Doubles>* to, std::size_t stride) const {
-    Magnitudes peaks{};
-    const ToDouble convert = convert_;
-    const auto add_line = [&](const std::uint8_t* line, std::size_t lanes) {
-        for (std::size_t at = 0; at < kLineBytes; at += kVectorBytes) {
-            const Magnitudes some = load<Magnitudes>(line + at) & static_cast<std::int16_t>(kMagnitudeMask);
-            peaks = some > peaks ? some : peaks;
-        }
-#pragma GCC unroll 4
-        for (std::size_t lane = 0; lane < lanes; lane += kLanes) {
-            to->value = decoded(line + 2 * lane, convert);
-            to += stride;
-        }
-    };
-    for (std::size_t i = 0; i < dim_ / kLineLanes; i++) add_line(codes + i * kLineBytes, kLineLanes);
-    if (const std::size_t rest = dim_ % kLineLanes) {
-        std::array<std::uint8_t, kLineBytes> line{};
-        std::memcpy(line.data(), codes + dim_ / kLineLanes * kLineBytes, 2 * rest);
-        add_line(line.data(), rest);
-    }
-    std::int16_t peak = 0;
-    for (std::size_t i = 0; i < kVectorBytes / 2; i++) peak = std::max(peak, peaks[i]);
-    const auto code = static_cast<std::uint16_t>(peak);
-    return {convert(code), code >= convert.infinity};
 }
 
 template <int Bits>
@@ -135,5 +94,8 @@ Decoded Decoder::decode_narrow(const std::uint8_t* codes, const std::uint8_t* sc
 double Decoder::scale_at(const std::uint8_t* scales, std::size_t index) const {
     return scale_->bits == 16 ? element_value(*scale_, code_of(scales, index)) : scales_[scales[index]];
 }
+
+template Decoded Decoder::decode_narrow<4>(const std::uint8_t*, const std::uint8_t*, Box<Doubles>*, std::size_t) const;
+template Decoded Decoder::decode_narrow<8>(const std::uint8_t*, const std::uint8_t*, Box<Doubles>*, std::size_t) const;
 
 }  // namespace nearkv

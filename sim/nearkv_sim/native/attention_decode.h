@@ -1,8 +1,11 @@
 // Rows of elements, with their scales, as float64 lanes.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "attention_abi.h"
@@ -16,6 +19,14 @@ struct Decoded {
     double peak;
     bool special;
 };
+
+using Codes16 = std::int16_t __attribute__((vector_size(kVectorBytes)));
+constexpr std::size_t kCodesPerLine = kLineBytes / 2;
+
+// Elements as doubles; what stands for no number becomes some number.
+inline Doubles decoded(const std::uint8_t* codes, const ToDouble& convert) {
+    return doubles((extended(codes) << convert.shift) & convert.kept) * convert.scale;
+}
 
 class Decoder {
 public:
@@ -46,5 +57,40 @@ private:
     std::vector<double> numbers_;  // of all codes of a narrow format
     std::vector<double> scales_;   // of all codes of a narrow scale format
 };
+
+// Rows of 16-bit elements are what most caches hold: their loop is where it is used.
+[[gnu::always_inline]] inline Decoded Decoder::decode_wide(const std::uint8_t* codes, Box<Doubles>* to,
+                                                           std::size_t stride) const {
+    Codes16 peaks{};
+    const ToDouble convert = convert_;
+    const auto add_line = [&](const std::uint8_t* line, std::size_t lanes) {
+        for (std::size_t at = 0; at < kLineBytes; at += kVectorBytes) {
+            const Codes16 some = load<Codes16>(line + at) & static_cast<std::int16_t>(kMagnitudeMask);
+            peaks = some > peaks ? some : peaks;
+        }
+#pragma GCC unroll 4
+        for (std::size_t lane = 0; lane < lanes; lane += kLanes) {
+            to->value = decoded(line + 2 * lane, convert);
+            to += stride;
+        }
+    };
+    for (std::size_t i = 0; i < dim_ / kCodesPerLine; i++) add_line(codes + i * kLineBytes, kCodesPerLine);
+    if (const std::size_t rest = dim_ % kCodesPerLine) {
+        std::array<std::uint8_t, kLineBytes> line{};
+        std::memcpy(line.data(), codes + dim_ / kCodesPerLine * kLineBytes, 2 * rest);
+        add_line(line.data(), rest);
+    }
+    std::int16_t peak = 0;
+    for (std::size_t i = 0; i < kVectorBytes / 2; i++) peak = std::max(peak, peaks[i]);
+    const auto code = static_cast<std::uint16_t>(peak);
+    return {convert(code), code >= convert.infinity};
+}
+
+[[gnu::always_inline]] inline Decoded Decoder::decode(const std::uint8_t* codes, const std::uint8_t* scales,
+                                                      Box<Doubles>* to, std::size_t stride) const {
+    if (format_.bits == 16) return decode_wide(codes, to, stride);
+    return format_.bits == 8 ? decode_narrow<8>(codes, scales, to, stride)
+                             : decode_narrow<4>(codes, scales, to, stride);
+}
 
 }  // namespace nearkv

@@ -110,7 +110,7 @@ void RowWorker::add(std::int64_t begin, std::int64_t end) {
     }
 }
 
-RowWorker::Row RowWorker::find_row(std::int64_t row) const {
+[[gnu::always_inline]] inline RowWorker::Row RowWorker::find_row(std::int64_t row) const {
     const std::int64_t first_page = job_.row_begin >> job_.page_rows_log2;
     const std::uint64_t page = job_.entries[(row >> job_.page_rows_log2) - first_page] >> kEntryLineShift;
     const std::int64_t slot = row & ((std::int64_t{1} << job_.page_rows_log2) - 1);
@@ -125,11 +125,13 @@ RowWorker::Row RowWorker::find_row(std::int64_t row) const {
 
 void RowWorker::load_block() {
     padded_rows_ = (rows_ + kRowStep - 1) / kRowStep * kRowStep;
+    k_specials_ = 0;
     for (std::size_t i = 0; i < rows_; i++) {
         Row& its = row_[i] = find_row(numbers_[i]);
         const Decoded k = k_decoder_.decode(its.k, its.k_scales, &k_[i * k_blocks_], 1);
         k_peak_[i] = k.peak;
         its.k_special = k.special;
+        k_specials_ |= std::uint32_t{k.special} << i;
         if (job_.latent) {
             load_latent(i);
             continue;
@@ -227,10 +229,14 @@ void RowWorker::find_scores(std::size_t index, const double* dots) {
     const Query& query = queries_[index];
     std::fill(score_.begin(), score_.end(), kNoScore);
     if (into_.nan(index)) return;
-    alignas(64) std::array<std::uint64_t, kBlockRows> certain;
+    alignas(64) std::array<std::uint64_t, kBlockRows> certain{};
     find_certain_scores(query, dots, certain.data());
-    const std::uint32_t visible = seen_.all() ? ~std::uint32_t{0} : visible_[query.row];
-    for (std::size_t i = 0; i < rows_; i++) {
+    const std::uint32_t rows = ~std::uint32_t{0} >> (kBlockRows - rows_);
+    const std::uint32_t visible = seen_.all() ? rows : visible_[query.row];
+    std::uint32_t open = (query.special ? rows : k_specials_) | ~visible;
+    for (std::size_t i = 0; i < kBlockRows; i++) open |= std::uint32_t{certain[i] == 0} << i;
+    for (open &= rows; open; open &= open - 1) {
+        const auto i = static_cast<std::size_t>(std::countr_zero(open));
         if (!(visible >> i & 1)) {
             score_[i] = kNoScore;
         } else if (query.special || row_[i].k_special) {
@@ -239,7 +245,7 @@ void RowWorker::find_scores(std::size_t index, const double* dots) {
             if (bad) into_.set_nan(index);
             const bool number = job_.softcap && (fate == Fate::kUp || fate == Fate::kDown);
             score_[i] = !number ? kNoScore : fate == Fate::kUp ? kScoreLimit : -kScoreLimit;
-        } else if (!certain[i]) {
+        } else {
             score_[i] = exact_score(query, i);
         }
     }

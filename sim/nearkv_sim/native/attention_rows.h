@@ -17,7 +17,7 @@
 
 namespace nearkv {
 
-constexpr std::size_t kBlockRows = 32;
+constexpr std::size_t kBlockRows = 32;  // as many as bits of a mask
 // Blocks are filled up with rows of zeros to a multiple of this.
 constexpr std::size_t kRowStep = 8;
 // Query heads that share what is loaded of a row.
@@ -106,6 +106,7 @@ private:
     std::vector<std::uint32_t> visible_;  // a bit for each row of the block, by query row
     std::size_t rows_ = 0;
     std::size_t padded_rows_ = 0;
+    std::uint32_t k_specials_ = 0;  // a bit for each row whose K is special
     std::array<Row, kBlockRows> row_;
     alignas(64) std::array<double, kBlockRows> k_peak_;
     std::array<double, kBlockRows> v_peak_;
