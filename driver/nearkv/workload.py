@@ -56,14 +56,8 @@ class Workload:
         """Fields as plain values."""
         return asdict(self)
 
-    def fill(self, device: Device, *, shared: bool = False) -> Filled:
-        """Put the rows on a device.
-
-        Parameters
-        ----------
-        device : with room for them.
-        shared : whether all sequences share their rows, which takes less to fill and the same to attend.
-        """
+    def fill(self, device: Device) -> Filled:
+        """Put the rows on a device that has room for them, one sequence's after the other's."""
         generator = torch.Generator().manual_seed(self.rows)
         dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float16
         cache = device.kv_cache(
@@ -78,14 +72,14 @@ class Workload:
             return torch.randn(*shape, self.head_dim, generator=generator).to(dtype)
 
         sequences: list[Sequence] = []
-        for _ in range(1 if shared else self.batch):
+        for _ in range(self.batch):
             sequence = cache.sequence()
             cache.append(
                 sequence, layer=0, k=values(self.rows, self.kv_heads), v=values(self.rows, self.kv_heads)
             )
             sequences.append(sequence)
         queries = values(self.batch, self.kv_heads * self.group)
-        return Filled(cache, sequences * (self.batch // len(sequences)), queries)
+        return Filled(cache, sequences, queries)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from nearkv.workload import Workload
 
 from .memory import rest, step_cycles
 
-_SHARED_ROWS = 512
-"""Sequences of so many rows share them, which takes less to fill and the same to attend."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def measure(
             for measurement in of_device:
                 work = Workload(**measurement.workload)
                 progress.tell(f"{config['dram']}: {work.batch * work.kv_heads} jobs of {work.rows} rows")
-                with work.fill(device, shared=work.batch > 1 and work.rows >= _SHARED_ROWS) as filled:
+                with work.fill(device) as filled:
                     filled.step()
                     steps = []
                     for _ in range(measurement.steps):
