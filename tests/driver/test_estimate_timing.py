@@ -2,16 +2,17 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import nearkv
 import pytest
 from nearkv.bench import timing as bench
-from nearkv.bench.memory import rest, step_cycles
 from nearkv.estimate import published, setup
 from nearkv.estimate.measured import errors, measurements
 from nearkv.estimate.published import comparisons
 from nearkv.workload import Workload
-from nearkv_hw.abi.dram import Dram
+from nearkv_hw.abi import configure
+from nearkv_hw.abi.dram import PARTS, Dram
 
 LIMITS = {  # of batches, by part; short pages of LPDDR5X open rows more often than the model knows
     "ddr5_6400": 0.03,
@@ -95,7 +96,7 @@ def test_no_figure_stands_beside_itself(monkeypatch):
 
 
 def test_measuring_again(tmp_path):
-    again = [bench.Again(m, m.cycles + 1) for m in measurements()[:2]]
+    again = [bench.Again(m, m.cycles + 1, m.steps + 2) for m in measurements()[:2]]
     found = bench.results(again)
     assert [r["name"] for r in found] == ["timing.cycles", "timing.error"] * 2
     assert found[0]["value"] == again[0].cycles
@@ -104,7 +105,39 @@ def test_measuring_again(tmp_path):
     assert [entry["cycles"] for entry in new[:3]] == [
         again[0].cycles, again[1].cycles, measurements()[2].cycles,
     ]  # fmt: skip
+    assert [entry["steps"] for entry in new[:3]] == [
+        again[0].steps, again[1].steps, measurements()[2].steps,
+    ]  # fmt: skip
     assert bench.devices([Dram.DDR5_4800]) == 1
+
+
+def test_steps_begin_all_over_the_interval_between_refreshes(monkeypatch):
+    """Even where a step and the rest after it take whole intervals, as of a device that repeats itself."""
+    config = configure(dram="lpddr5x_8533")
+    part = PARTS[config.dram]
+    frames = part.frames(config.density_gbit, config.refresh)
+    interval = frames.refresh_interval * part.subchannels
+    now, begun = 0, []
+
+    class Repeating:
+        def __init__(self):
+            self.config = config
+
+        def stats(self):
+            nonlocal now
+            now += 18
+            return SimpleNamespace(cycles=now)
+
+    def step(*_):
+        nonlocal now
+        begun.append(now % interval)
+        now = -(-now // interval) * interval
+        return 1000 + len(begun)
+
+    monkeypatch.setattr(bench, "rest", lambda device: None)
+    monkeypatch.setattr(bench, "step_cycles", step)
+    assert bench.mean_cycles(Repeating(), None, None, steps=8) == 1004.5
+    assert begun == pytest.approx([step * interval / 8 for step in range(8)], abs=40)
 
 
 @pytest.mark.rtl
@@ -117,8 +150,5 @@ def test_the_rtl_still_takes_what_it_took(rtl_device):
             work = Workload(**measurement.workload)
             with work.fill(rtl_device) as filled:
                 filled.step()
-                cycles = []
-                for _ in range(3):
-                    rest(rtl_device)
-                    cycles.append(step_cycles(rtl_device, filled, work))
-            assert sum(cycles) / len(cycles) == pytest.approx(measurement.cycles, rel=0.05)
+                cycles = bench.mean_cycles(rtl_device, filled, work, steps=3)
+            assert cycles == pytest.approx(measurement.cycles, rel=0.05)

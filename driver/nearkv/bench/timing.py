@@ -9,29 +9,34 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nearkv_hw.abi.dram import Dram
+from nearkv_hw.abi.dram import PARTS, Dram
 
 from nearkv.bench import Progress, Quiet
-from nearkv.device import open
+from nearkv.device import Device, open
 from nearkv.estimate.measured import Measurement, measurements
-from nearkv.workload import Workload
+from nearkv.workload import Filled, Workload
 
 from .memory import rest, step_cycles
 
+_STEPS = 8
+"""Steps of a workload at least: one in ten or so meets a refresh that the idle memory makes up for."""
+_LONG_CYCLES = 100_000
+"""A workload of so many cycles is known to half a percent from one step."""
 
 
 @dataclass(frozen=True)
 class Again:
-    """A workload whose cycles were measured once more."""
+    """A workload whose cycles were measured once more: the mean of `steps` steps."""
 
     before: Measurement
     cycles: int
+    steps: int
 
 
 def measure(
     parts: Sequence[Dram], *, quick: bool = False, progress: Progress | None = None
 ) -> Iterator[Again]:
-    """Measure the workloads of some parts.
+    """Measure the workloads of some parts, each on a device that has nothing else in its memory.
 
     Parameters
     ----------
@@ -50,17 +55,36 @@ def measure(
         of_device = list(group)
         config = of_device[0].config
         progress.begin(f"{config['dram']}, {config['queries']} kept queries: {len(of_device)} workloads")
-        with open("rtl", report=progress.tell, **config) as device:
-            for measurement in of_device:
-                work = Workload(**measurement.workload)
+        for measurement in of_device:
+            work = Workload(**measurement.workload)
+            # what was on a device before decides in which banks the next queries and rows meet
+            with open("rtl", report=progress.tell, **config) as device:
                 progress.tell(f"{config['dram']}: {work.batch * work.kv_heads} jobs of {work.rows} rows")
                 with work.fill(device) as filled:
                     filled.step()
-                    steps = []
-                    for _ in range(measurement.steps):
-                        rest(device)
-                        steps.append(step_cycles(device, filled, work))
-                yield Again(measurement, round(sum(steps) / len(steps)))
+                    steps = max(measurement.steps, _STEPS if measurement.cycles < _LONG_CYCLES else 1)
+                    cycles = mean_cycles(device, filled, work, steps=steps)
+            yield Again(measurement, round(cycles), steps)
+
+
+def mean_cycles(device: Device, filled: Filled, work: Workload, *, steps: int) -> float:
+    """The mean of steps of a rested device, begun at moments spread over the interval between refreshes.
+
+    Steps begun at any moment would not do: what a host does between them takes the same time again and
+    again, so that all of them may meet a refresh, or none.
+    """
+    config = device.config
+    part = PARTS[config.dram]
+    interval = part.frames(config.density_gbit, config.refresh).refresh_interval * part.subchannels
+    total = 0
+    for step in range(steps):
+        rest(device)
+        begun = device.stats().cycles
+        left = (step * interval // steps - begun) % interval
+        while device.stats().cycles - begun < left:
+            pass
+        total += step_cycles(device, filled, work)
+    return total / steps
 
 
 def devices(parts: Sequence[Dram]) -> int:
@@ -79,6 +103,7 @@ def results(again: Sequence[Again]) -> list[dict[str, Any]]:
             **before.workload,
             "kind": before.kind,
             "calibration": before.calibration,
+            "steps": one.steps,
             "model_cycles": before.model_cycles,
         }
         error = before.model_cycles / one.cycles - 1
@@ -89,17 +114,18 @@ def results(again: Sequence[Again]) -> list[dict[str, Any]]:
 
 def write(path: Path, again: Sequence[Again]) -> None:
     """Write all workloads with what was measured in place of what was known."""
-    new = {id(one.before): one.cycles for one in again}
+    new = {id(one.before): (one.cycles, one.steps) for one in again}
+    figures = [(m, *new.get(id(m), (m.cycles, m.steps))) for m in measurements()]
     lines = [
         json.dumps(
             {
                 "set": "calibration" if m.calibration else "check",
                 "workload": m.workload,
                 "config": m.config,
-                "cycles": new.get(id(m), m.cycles),
-                "steps": m.steps,
+                "cycles": cycles,
+                "steps": steps,
             }
         )
-        for m in measurements()
+        for m, cycles, steps in figures
     ]
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
