@@ -390,11 +390,12 @@ class Beside:
 
 
 BESIDE: dict[Placement, Beside] = {
+    Placement.RANK: Beside(host_alone=0.264, host=0.265, units=0.537),
     Placement.PHY: Beside(host_alone=0.475, host=0.271, units=0.472),
     Placement.CONTROLLER: Beside(host_alone=0.475, host=0.273, units=0.471),
     Placement.FABRIC: Beside(host_alone=0.475, host=0.320, units=0.392),
 }
-"""Measured on the RTL: two channels of DDR5-6400, half the time for each, as
+"""Measured on the RTL: two channels of DDR5-6400 (two ranks each at `rank`), half the time for each, as
 `nearkv bench memory --case shares --part ddr5_6400 --placement rank` (and so on) prints it."""
 
 
