@@ -1,8 +1,9 @@
 """Cycles that the RTL took for batches of jobs, beside those of the timing model.
 
 `rtl_cycles.json` has means over `steps` steps whose tables and descriptors were on chip, from the first
-doorbell to the last completion record. To those of the set "calibration" the model's constants were fitted;
-to those of the set "check" they were not. `nearkv bench timing` measures them again.
+doorbell to the last completion record, each workload on a device that had nothing else in its memory. To
+those of the set "calibration" the model's constants were fitted; to those of the set "check" they were not.
+`nearkv bench timing` measures them again.
 """
 
 from __future__ import annotations
