@@ -21,6 +21,8 @@ TENANT_BITS = 3
 REQUEST_ID_BITS = 20
 """Room for a CXL tag and LD-ID, which the endpoint's requests carry as their id."""
 PAGE_BITS = 21
+SCALE_ROW_BITS = LINE_BYTES.bit_length() - 1
+"""Bits of a row's number among those whose scales share a line; a row has a byte of them at least."""
 """Page indices of a context of 2^23 - 1 rows in pages of 4."""
 
 
@@ -99,6 +101,10 @@ class UnitJob(data.Struct):
     value_dim: 10
     k_format: 4
     v_format: 4
+    k_scale: 3  # as descriptors have it: format of the scales, 0 for none
+    v_scale: 3
+    k_block: 3  # what a scale is for
+    v_block: 3
     query_format: 2
     score_factor: 32
     sinks: 1  # this unit adds the sinks
@@ -123,6 +129,9 @@ class PageItem(data.Struct):
     page: PAGE_BITS  # index in the context, for error reports
     k_line: LINE_ADDRESS_BITS  # channel line of the first K row to stream
     v_line: LINE_ADDRESS_BITS  # channel line of the first V row to stream
+    k_scales: LINE_ADDRESS_BITS  # channel line with the first K row's scales, where there are any
+    v_scales: LINE_ADDRESS_BITS
+    row: SCALE_ROW_BITS  # the first row's number in the page, its lowest bits
     rows: 14  # rows to stream, at least 1
 
 

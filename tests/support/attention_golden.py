@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field
 
 from nearkv_hw.abi import numerics
-from nearkv_hw.abi.formats import Format, Special
+from nearkv_hw.abi.formats import Decoded, Format, Special
 from nearkv_hw.abi.memory import LANE_NAN, LANE_NEGATIVE_INFINITY, LANE_POSITIVE_INFINITY
 
 W = numerics.BIN_BITS
@@ -167,6 +167,18 @@ def partial(q, rows, values, *, factor_bits, value_dim, sink=None):
                     result.lanes[lane], term(x.sign, p * x.significand, n - 17 + x.exponent)
                 )
     return result
+
+
+def scaled(element, scale):
+    """A decoded element times a decoded scale, exactly."""
+    specials = [x.special for x in (element, scale)]
+    sign = element.sign ^ scale.sign
+    zero = any(x.special is None and x.significand == 0 for x in (element, scale))
+    if Special.NAN in specials or (Special.INFINITY in specials and zero):
+        return Decoded(0, 0, 0, Special.NAN)
+    if Special.INFINITY in specials:
+        return Decoded(sign, 0, 0, Special.INFINITY)
+    return Decoded(sign, element.significand * scale.significand, element.exponent + scale.exponent)
 
 
 def decode_all(codes, format: Format):

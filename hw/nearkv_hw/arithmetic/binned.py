@@ -34,7 +34,7 @@ class TermAligner(wiring.Component):
 
     Parameters
     ----------
-    significand_bits : bits of the significand, at most 33 so that no bit of a term is ever lost.
+    significand_bits : bits of the significand, at most 64; bits below a term's lower limb are cut off.
 
     Members
     -------
@@ -47,8 +47,8 @@ class TermAligner(wiring.Component):
     latency_cycles = 1
 
     def __init__(self, *, significand_bits):
-        if not isinstance(significand_bits, int) or not 1 <= significand_bits <= BIN_BITS + 1:
-            raise ValueError(f"significand_bits must be 1 to {BIN_BITS + 1}, not {significand_bits!r}")
+        if not isinstance(significand_bits, int) or not 1 <= significand_bits <= 2 * BIN_BITS:
+            raise ValueError(f"significand_bits must be 1 to {2 * BIN_BITS}, not {significand_bits!r}")
         self.significand_bits = significand_bits
         super().__init__(
             {
@@ -63,8 +63,8 @@ class TermAligner(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         limbs = Signal(2 * BIN_BITS)
-        pad = BIN_BITS + 1 - self.significand_bits
-        m.d.comb += limbs.eq(Cat(Const(0, pad), self.significand << self.offset))
+        pad = 2 * BIN_BITS - self.significand_bits
+        m.d.comb += limbs.eq(Cat(Const(0, pad), self.significand) >> ~self.offset)
         high = Signal(BIN_BITS, reset_less=True)
         low = Signal(BIN_BITS, reset_less=True)
         m.d.sync += [

@@ -1,104 +1,192 @@
-"""Element decode: a bf16 or fp16 code becomes a sign, a normalised significand and an exponent."""
+"""Element decode: a code becomes a sign, a normalised significand and an exponent."""
 
 from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed, unsigned
-from amaranth.lib import data, wiring
+from amaranth.lib import data, enum, wiring
 from amaranth.lib.wiring import In, Out
 
-from ..abi.formats import BF16, FP16
-from ..common.trees import normalise_steps
+from ..abi.formats import BF16, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, INT4, INT8, LUT4, ROW_FORMATS
+from ..common.trees import normalise_steps, one_hot_select
 
-SIGNIFICAND_BITS = max(BF16.significand_bits, FP16.significand_bits)
-"""Bits of a decoded significand; its leading one is its top bit."""
+CODE_SIGNIFICAND_BITS = max(BF16.significand_bits, FP16.significand_bits)
+"""Bits of a decoded code's significand; its leading one is its top bit."""
 EXPONENT_BITS = 9
-"""Bits of a decoded exponent, signed: -133 (the smallest bf16 subnormal) to 127."""
+"""Bits of an element's exponent, signed: scales included, -149 to 142."""
 CODE_BITS = 16
 
+EXPANDED = (BF16, FP16, FP8_E4M3, FP4_E2M1, INT8, INT4)
+"""Formats that the decoder tells apart. A code of e5m2 is the upper byte of an fp16 code, and one of e8m0
+has a bf16 code of its value."""
 
-class Element(data.Struct):
-    """A finite element's magnitude: significand / 2^10 * 2^exponent; a zero element has significand zero.
+
+class CodeKind(data.Struct):
+    """A code's format: one bit of `EXPANDED` is set."""
+
+    bf16: 1
+    fp16: 1
+    fp8_e4m3: 1
+    fp4_e2m1: 1
+    int8: 1
+    int4: 1
+
+
+def code_kind(code):
+    """The `CodeKind` of a format's number in descriptors, as a value; of lut4 that of its table's numbers."""
+    as_fp16 = (FP16, FP8_E5M2, LUT4)
+    return Cat(Cat(code == f.code for f in (as_fp16 if form is FP16 else (form,))).any() for form in EXPANDED)
+
+
+class CodeWidth(enum.Enum, shape=2):
+    """Bits of a code: 16, 8 or 4."""
+
+    WHOLE = 0
+    BYTE = 1
+    NIBBLE = 2
+
+
+def code_width(code):
+    """The `CodeWidth` of a format's number in descriptors, as a value."""
+    of_bits = {16: CodeWidth.WHOLE, 8: CodeWidth.BYTE, 4: CodeWidth.NIBBLE}
+    width = Const(0, 2)
+    for form in ROW_FORMATS.values():
+        width = Mux(code == form.code, of_bits[form.bits].value, width)
+    return width
+
+
+class CodeElement(data.Struct):
+    """A finite code's magnitude: significand / 2^10 * 2^exponent; a zero has significand zero.
 
     The significand's leading one is its top bit, so that the exponent is that of the leading one.
     """
 
-    significand: unsigned(SIGNIFICAND_BITS)
+    significand: unsigned(CODE_SIGNIFICAND_BITS)
     exponent: signed(EXPONENT_BITS)
 
 
 class ElementDecoder(wiring.Component):
-    """Decodes one element per cycle, `latency_cycles` after it came; never waits.
+    """Decodes one code per cycle, `latency_cycles` after it came; never waits.
+
+    Parameters
+    ----------
+    formats : formats that come, of `EXPANDED`.
 
     Members
     -------
-    code : In : the element's code.
-    half : In : the code is fp16, else bf16.
-    present : In : the element counts; one that does not is decoded as zero, whatever its code.
-    element : Out(Element) : the magnitude; zero for NaN and infinities.
+    code : In : the code, from bit 0 up; a code of e5m2 as fp16, from bit 8 up.
+    kind : In(CodeKind) : its format.
+    present : In : the code counts; one that does not is decoded as zero, whatever it is.
+    counts : Out : it did.
+    element : Out(CodeElement) : the magnitude; zero for NaN and infinities.
     negative, nan, infinite : Out : the sign, and what the element is when it is no number.
     """
 
     latency_cycles = 2
-    code: In(CODE_BITS)
-    half: In(1)
-    present: In(1)
-    element: Out(Element)
-    negative: Out(1)
-    nan: Out(1)
-    infinite: Out(1)
+
+    def __init__(self, formats=EXPANDED):
+        self.formats = tuple(formats)
+        unknown = [form.name for form in self.formats if form not in EXPANDED]
+        if unknown or not self.formats:
+            raise ValueError(f"formats must be some of {', '.join(f.name for f in EXPANDED)}, not {unknown}")
+        super().__init__(
+            {
+                "code": In(CODE_BITS),
+                "kind": In(CodeKind),
+                "present": In(1),
+                "element": Out(CodeElement),
+                "negative": Out(1),
+                "nan": Out(1),
+                "infinite": Out(1),
+                "counts": Out(1),
+            }
+        )
 
     def elaborate(self, platform):
         m = Module()
-        magnitude = self.code[:-1]
-        pads = {format: SIGNIFICAND_BITS - 1 - format.fraction_bits for format in (BF16, FP16)}
-        fields = {format: magnitude[format.fraction_bits :] for format in (BF16, FP16)}
+        chosen = [self.kind[form.name] for form in self.formats]
 
-        def select(of):
-            return Mux(self.half, of(FP16), of(BF16))
+        def select(of, bits):
+            values = []
+            for form in self.formats:
+                value = Signal(bits, name=f"{of.__name__}_{form.name}")
+                m.d.comb += value.eq(of(form, self.code[: form.bits]))
+                values.append(value)
+            return one_hot_select(chosen, values)
 
-        def leading_exponent(format):
-            bias = format.exponent_bias - format.fraction_bits
-            return Mux(fields[format] == 0, 1, fields[format]) - bias
-
-        fraction = Signal(SIGNIFICAND_BITS - 1)
-        m.d.comb += fraction.eq(
-            select(
-                lambda f: (
-                    Cat(Const(0, pads[f]), magnitude[: f.fraction_bits])
-                    if pads[f]
-                    else magnitude[: f.fraction_bits]
-                )
-            )
-        )
-        special = Signal()
-        m.d.comb += special.eq(select(lambda f: fields[f].all()))
-
-        raw = Signal(SIGNIFICAND_BITS, reset_less=True)
+        special = select(_special, 1).bool()
+        fraction_set = select(_fraction_set, 1).bool()
+        raw = Signal(CODE_SIGNIFICAND_BITS, reset_less=True)
         raw_exponent = Signal(signed(EXPONENT_BITS), reset_less=True)
         raw_negative = Signal(reset_less=True)
         raw_nan = Signal(reset_less=True)
         raw_infinite = Signal(reset_less=True)
+        raw_counts = Signal(reset_less=True)
         m.d.sync += [
-            raw.eq(Mux(self.present & ~special, Cat(fraction, select(lambda f: fields[f].any())), 0)),
-            raw_exponent.eq(select(leading_exponent)),
-            raw_negative.eq(self.code[-1]),
-            raw_nan.eq(self.present & special & fraction.any()),
-            raw_infinite.eq(self.present & special & ~fraction.any()),
+            raw.eq(Mux(self.present & ~special, select(_significand, CODE_SIGNIFICAND_BITS), 0)),
+            raw_exponent.eq(select(_exponent, EXPONENT_BITS)),
+            raw_negative.eq(select(_sign, 1)),
+            raw_counts.eq(self.present),
+            raw_nan.eq(self.present & special & fraction_set),
+            raw_infinite.eq(self.present & special & ~fraction_set),
         ]
         normalised, shift = normalise_steps(m, raw, (8, 4, 2, 1), "raw")
-        element = Signal(Element, reset_less=True)
+        element = Signal(CodeElement, reset_less=True)
         negative = Signal(reset_less=True)
         nan = Signal(reset_less=True)
         infinite = Signal(reset_less=True)
+        counts = Signal(reset_less=True)
         m.d.sync += [
             element.significand.eq(normalised),
             element.exponent.eq(raw_exponent - shift),
             negative.eq(raw_negative),
             nan.eq(raw_nan),
             infinite.eq(raw_infinite),
+            counts.eq(raw_counts),
         ]
         m.d.comb += [
             self.element.eq(element),
             self.negative.eq(negative),
             self.nan.eq(nan),
             self.infinite.eq(infinite),
+            self.counts.eq(counts),
         ]
         return m
+
+
+def _fraction(form, code):
+    return code[: form.fraction_bits]
+
+
+def _field(form, code):
+    return code[form.fraction_bits : -1]
+
+
+def _sign(form, code):
+    return code[-1]
+
+
+def _significand(form, code):
+    """The significand with the place of its highest possible one at the top."""
+    if form.integer:
+        magnitude = Mux(code[-1], -code, code)[: form.bits]
+        return Cat(Const(0, CODE_SIGNIFICAND_BITS - form.bits), magnitude)
+    pad = CODE_SIGNIFICAND_BITS - form.significand_bits
+    return Cat(Const(0, pad), _fraction(form, code), _field(form, code).any())
+
+
+def _exponent(form, code):
+    """The exponent of that place."""
+    if form.integer:
+        return Const(form.bits - 1, EXPONENT_BITS)
+    field = _field(form, code)
+    return Mux(field == 0, 1, field) - (form.exponent_bias - form.fraction_bits)
+
+
+def _special(form, code):
+    if form.integer:
+        return Const(0)
+    if form.infinities:
+        return _field(form, code).all()
+    return Cat(code[:-1] == nan for nan in form.nan_codes).any() if form.nan_codes else Const(0)
+
+
+def _fraction_set(form, code):
+    return Const(0) if form.integer else _fraction(form, code).any()

@@ -5,7 +5,7 @@ from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi.numerics import SCORE_FRACTION_BITS, SCORE_LIMIT, WEIGHT_BITS
-from .decode import SIGNIFICAND_BITS, Element
+from .scale import SIGNIFICAND_BITS, Element
 
 FACTOR_EXPONENT_BITS = SCORE_LIMIT.bit_length() + 1 - SCORE_FRACTION_BITS
 """Bits of a weight's exponent n, signed."""

@@ -26,7 +26,7 @@ FACTOR_EXPONENT_BITS = 9
 SCORE_BITS = SCORE_LIMIT.bit_length() + 1
 
 DOT_TOP_BITS = 5
-"""Bits of a dot product's top bin: -9 to 7 for 16-bit formats, and `empty_top`."""
+"""Bits of a dot product's top bin: -9 to 8, and `empty_top`."""
 DOT_LIMB_BITS = 41
 """Bits of a dot product's limbs: 256 terms below 2^32, signed."""
 

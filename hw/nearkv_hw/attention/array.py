@@ -4,12 +4,13 @@ Stages, in cycles after an operation came:
 
 | stage | score mode (K) | value mode (V) |
 |---|---|---|
-| 1 | operation and line in registers | the same |
-| 2, 3 | elements decoded, factors read (2) | elements decoded; the row's weights come in at 2 |
-| 4, 5 | product; normalised | the same |
-| 6 | the line's top bin | every lane's top bin updated |
-| 7 | limbs under the line's top | limbs under the lane's top |
-| 8 on | trees over the lanes, then the sum over the row's lines | 8: added to every lane's limbs |
+| 1 | operation, lanes' codes and scales in registers | the same |
+| 2, 3 | codes and scales decoded | the same |
+| 4, 5 | codes times scales; factors read (4) | the same; the row's weights come in at 4 |
+| 6, 7 | product; normalised | the same |
+| 8 | the line's top bin | every lane's top bin updated |
+| 9 | limbs under the line's top | limbs under the lane's top |
+| 10 on | trees over the lanes, then the sum over the row's lines | 10: added to every lane's limbs |
 
 Every operation takes every stage, so none waits for another. A query line takes the decoders' way into the
 cells, and a read of sums takes the value mode's way with nothing to add: what enters behind a line sees its
@@ -23,14 +24,15 @@ from amaranth.utils import exact_log2
 
 from ..abi.numerics import LIMB_BITS
 from ..arithmetic.binned import HELD_TOP_BITS, empty_top
-from ..arithmetic.decode import CODE_BITS, ElementDecoder
+from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth, ElementDecoder
+from ..arithmetic.scale import SCALE_KINDS, Decoded, Scaler
 from ..arithmetic.score import DotProduct
 from ..arithmetic.weight import Weight
 from ..interfaces import LanePartial
 from .cell import Cell
 from .dot import DotProducts
 from .lane_flags import LANE_FLAGS, LaneFlags
-from .shape import BANKS, PASSES
+from .shape import BANKS, PASSES, SCALE_LANES
 
 
 def array_operation(shape):
@@ -40,11 +42,13 @@ def array_operation(shape):
             "score": 1,  # the line is of K: multiply by the queries
             "value": 1,  # the line is of V: multiply by the weights
             "load": 1,  # the line is of a query: keep it
-            "half": 1,  # elements are fp16, else bf16
+            "kind": CodeKind,  # what the line's codes are
+            "width": CodeWidth,
+            "part": 2,  # of a line with codes for more than the lanes: which of its parts
             "end": 1,  # the pass has no more K; with neither score, value nor load
             "number": range(PASSES),  # pass of the line
-            "line": range(shape.row_lines),  # position in the row
-            "last": 1,  # last line of its row
+            "line": range(shape.row_lines),  # position in the row, in steps of the lanes
+            "last": 1,  # last step of its row
             "first": 1,  # value: of the first row of its pass
             "query": range(shape.queries),  # load: which query
             "read": 1,  # read the sums of a line
@@ -75,7 +79,8 @@ class Array(wiring.Component):
 
     Members
     -------
-    operation, line, present : In : what to do (`array_operation`), the line's elements, and which count.
+    operation, line, present : In : what to do (`array_operation`), the line's codes, and which lanes count.
+    scales, scale_kind : In : scales of every `SCALE_LANES` lanes, `scale_cycles` after the operation.
     weights : In : the row's weights of every query, `weight_cycles` after a value operation.
     row_valid, row : Out : dot products of a row (`row_dots`), `row_cycles` after its last line; ends of
         passes in their place among the rows.
@@ -84,7 +89,8 @@ class Array(wiring.Component):
         cycles apart as a line has beats (`UnitShape.groups`).
     """
 
-    element_cycles = 1 + ElementDecoder.latency_cycles
+    scale_cycles = 1
+    element_cycles = 1 + ElementDecoder.latency_cycles + Scaler.latency_cycles
     weight_cycles = element_cycles - 1
     top_cycles = element_cycles + Cell.top_cycles
     limb_cycles = element_cycles + Cell.limb_cycles
@@ -97,6 +103,8 @@ class Array(wiring.Component):
                 "operation": In(array_operation(shape)),
                 "line": In(CODE_BITS * shape.lanes),
                 "present": In(shape.lanes),
+                "scales": In(data.ArrayLayout(CODE_BITS, shape.scale_groups)),
+                "scale_kind": In(CodeKind),
                 "weights": In(data.ArrayLayout(Weight, shape.queries)),
                 "row_valid": Out(1),
                 "row": Out(row_dots(shape.queries)),
@@ -115,9 +123,9 @@ class Array(wiring.Component):
         lanes, queries = range(self.shape.lanes), range(self.shape.queries)
         tree_cycles = DotProducts.tree_cycles_of(self.shape.lanes)
 
-        line = Signal(CODE_BITS * self.shape.lanes, reset_less=True)
+        codes = Signal(data.ArrayLayout(CODE_BITS, self.shape.lanes), reset_less=True)
         present = Signal(self.shape.lanes, reset_less=True)
-        m.d.sync += [line.eq(self.line), present.eq(self.present)]
+        m.d.sync += [*self._codes(m, codes), present.eq(self.present)]
         delays = _Delays(m, self.operation)
         at_line = delays.at(1)
         at_weight = delays.at(self.weight_cycles)
@@ -132,22 +140,38 @@ class Array(wiring.Component):
         limb_address = delays.of(_state_address(delays.at(self.limb_cycles - 1)), 1)
 
         # decode
-        decoders = []
+        scale_decoders = []
+        for group in range(self.shape.scale_groups):
+            m.submodules[f"scale_{group}"] = decoder = ElementDecoder(SCALE_KINDS)
+            m.d.comb += [
+                decoder.code.eq(self.scales[group]),
+                decoder.kind.eq(self.scale_kind),
+                decoder.present.eq(1),
+            ]
+            scale_decoders.append(decoder)
+        elements = []
         for lane in lanes:
             m.submodules[f"decoder_{lane}"] = decoder = ElementDecoder()
+            m.submodules[f"scaler_{lane}"] = scaler = Scaler()
+            scale = scale_decoders[lane // SCALE_LANES]
             m.d.comb += [
-                decoder.code.eq(line[lane * CODE_BITS : (lane + 1) * CODE_BITS]),
-                decoder.half.eq(at_line.half),
+                decoder.code.eq(codes[lane]),
+                decoder.kind.eq(at_line.kind),
                 decoder.present.eq(present[lane]),
             ]
-            decoders.append(decoder)
+            for name, _ in data.Layout.cast(Decoded):
+                m.d.comb += [
+                    scaler.code[name].eq(getattr(decoder, name)),
+                    scaler.scale[name].eq(getattr(scale, name)),
+                ]
+            elements.append(scaler)
         element = _Specials(self.shape.lanes)
         element_now = Signal(element)
         m.d.comb += [
-            element_now.negative.eq(Cat(d.negative for d in decoders)),
-            element_now.nan.eq(Cat(d.nan for d in decoders)),
-            element_now.infinite.eq(Cat(d.infinite for d in decoders)),
-            element_now.zero.eq(Cat(~d.element.significand[-1] & ~d.infinite for d in decoders)),
+            element_now.negative.eq(Cat(e.negative for e in elements)),
+            element_now.nan.eq(Cat(e.nan for e in elements)),
+            element_now.infinite.eq(Cat(e.infinite for e in elements)),
+            element_now.zero.eq(Cat(~e.element.significand[-1] & ~e.infinite for e in elements)),
         ]
 
         # signs, and what elements are that are no numbers: vectors over the lanes, for each query
@@ -228,7 +252,7 @@ class Array(wiring.Component):
                     cell.value.eq(at_weight.value),
                     cell.weight.eq(self.weights[index]),
                     cell.query_read.eq(query_read),
-                    cell.element.eq(decoders[lane].element),
+                    cell.element.eq(elements[lane].element),
                     cell.query_address.eq(query_address),
                     cell.query_write.eq(load),
                     cell.add.eq(at_top.value),
@@ -254,6 +278,29 @@ class Array(wiring.Component):
         ]
         self._way_out(m, at_top, at_limb, read_tops, read_flags, read_highs, read_lows)
         return m
+
+    def _codes(self, m, codes):
+        """Statements that give every lane its code of the line."""
+        operation, lanes = self.operation, self.shape.lanes
+        halves = [self.line[: 8 * lanes], self.line[8 * lanes :]]
+        quarters = [self.line[4 * lanes * n :][: 4 * lanes] for n in range(4)]
+        half, quarter = Signal(8 * lanes), Signal(4 * lanes)
+        m.d.comb += half.eq(Mux(operation.part[0], halves[1], halves[0]))
+        with m.Switch(operation.part):
+            for number, value in enumerate(quarters):
+                with m.Case(number):
+                    m.d.comb += quarter.eq(value)
+        for lane in range(lanes):
+            byte = half[8 * lane :][:8]
+            code = Signal(CODE_BITS, name=f"code_{lane}")
+            with m.Switch(operation.width):
+                with m.Case(CodeWidth.WHOLE):
+                    m.d.comb += code.eq(self.line[CODE_BITS * lane :][:CODE_BITS])
+                with m.Case(CodeWidth.BYTE):
+                    m.d.comb += code.eq(Mux(operation.kind.fp16, byte << 8, byte))
+                with m.Case(CodeWidth.NIBBLE):
+                    m.d.comb += code.eq(quarter[4 * lane :][:4])
+            yield codes[lane].eq(code)
 
     def _way_out(self, m, at_top, at_limb, tops, flags, highs, lows):
         """A line's sums are taken from all lanes of a query at once, and leave in groups of lanes."""

@@ -11,13 +11,14 @@ from amaranth.lib.wiring import In, Out
 
 from ..abi.numerics import BIN_BITS, LIMB_BITS, WEIGHT_BITS
 from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, Select, TermAligner, empty_top
-from ..arithmetic.decode import SIGNIFICAND_BITS, Element
+from ..arithmetic.decode import CODE_SIGNIFICAND_BITS, CodeElement
 from ..arithmetic.product import FACTOR_EXPONENT_BITS, PRODUCT_BITS, Product
+from ..arithmetic.scale import Element
 from ..arithmetic.score import DOT_TOP_BITS
 from ..arithmetic.weight import Weight
 
-DOT_BINS = range(7, 24)
-"""Bins of products of two 16-bit elements, -9 to 7, plus 16: a bin with its sign bit inverted."""
+DOT_BINS = range(7, 25)
+"""Bins of products of a query's and a K element, -9 to 8, plus 16: a bin with its sign bit inverted."""
 
 
 class Cell(wiring.Component):
@@ -39,7 +40,8 @@ class Cell(wiring.Component):
     Element stage:
 
     element : In(Element) : the decoded element.
-    query_write, query_address : In : keep the element as that query element, a factor from the next cycle on.
+    query_write, query_address : In : keep the element, a bf16 or fp16 number, as that query element, a factor
+        from the next cycle on.
 
     Top stage, `top_cycles` after the element:
 
@@ -93,18 +95,19 @@ class Cell(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        m.submodules.query = kept = memory.Memory(shape=Element, depth=self.query_states, init=[])
+        m.submodules.query = kept = memory.Memory(shape=CodeElement, depth=self.query_states, init=[])
         read, write = kept.read_port(domain="comb"), kept.write_port()
         m.d.comb += [
             read.addr.eq(self.query_read),
             write.addr.eq(self.query_address),
-            write.data.eq(self.element),
+            write.data.significand.eq(self.element.significand[-CODE_SIGNIFICAND_BITS:]),
+            write.data.exponent.eq(self.element.exponent),
             write.en.eq(self.query_write),
         ]
         m.submodules.product = product = Product()
         factor = Signal(WEIGHT_BITS, reset_less=True)
         factor_exponent = Signal(signed(FACTOR_EXPONENT_BITS), reset_less=True)
-        query = Cat(Const(0, WEIGHT_BITS - SIGNIFICAND_BITS), read.data.significand)
+        query = Cat(Const(0, WEIGHT_BITS - CODE_SIGNIFICAND_BITS), read.data.significand)
         m.d.sync += [
             factor.eq(Mux(self.value, self.weight.significand, query)),
             factor_exponent.eq(Mux(self.value, self.weight.exponent, read.data.exponent)),

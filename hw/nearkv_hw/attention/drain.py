@@ -114,7 +114,7 @@ class Drain(wiring.Component):
         query = Signal(range(self.shape.queries))
         last_query = query + 1 == now.queries
         line = Signal(range(self.shape.row_lines))
-        last_line = now.geometry.v_last
+        last_line = now.v.steps_last
         pace = Signal(range(groups))
         reading = Signal()
         m.d.comb += [

@@ -5,9 +5,10 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
-from ..arithmetic.decode import CODE_BITS
+from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth
 from ..interfaces import PAGE_BITS, Fault, ReadResponse
 from .array import Array, array_operation
+from .codes import Scales, parts_of, row_codes
 from .loader import pass_parameters, query_load
 from .scoring import SCORE_QUEUE_ROWS, WEIGHT_SLOTS
 from .shape import BANKS, PASSES, chosen
@@ -28,6 +29,7 @@ def sums_read(shape):
 class Issue(wiring.Component):
     """Gives the array one line per cycle, in the order of `tags`.
 
+    A line with codes for more elements than there are lanes takes a cycle for each part of it.
     A K line waits until its pass is loaded and the score queue has room, a V line until its row's weights
     are there and the earlier pass of its bank is drained, any line while a query line enters. Reads of sums
     take cycles without a V line; one that is `urgent` goes before the V line.
@@ -44,13 +46,13 @@ class Issue(wiring.Component):
     drained : In : the bank's sums have been read.
     loaded, passes : In : state and parameters of the passes.
     row_taken, row_weighed : In : a row has left the score queue; its weights are there.
-    operation, line, present : Out : for the array.
+    operation, line, present, scales, scale_kind : Out : for the array.
     slot : Out : the row whose weights the array needs, one cycle before it needs them.
-    taken : Out : a K or V line was taken in this cycle.
+    taken : Out : a line of K, V or scales was taken in this cycle.
     taken_value, taken_number, taken_fault, taken_page : Out : what it was.
     k_ended : Out : the pass of that number has no more K.
     ended : Out : it has no more lines.
-    waiting : Out : a line has come and was not taken.
+    waiting : Out : a line has come and was not taken, or some of its parts are still to come.
     """
 
     def __init__(self, *, shape):
@@ -70,6 +72,8 @@ class Issue(wiring.Component):
                 "operation": Out(array_operation(shape)),
                 "line": Out(CODE_BITS * shape.lanes),
                 "present": Out(shape.lanes),
+                "scales": Out(data.ArrayLayout(CODE_BITS, shape.scale_groups)),
+                "scale_kind": Out(CodeKind),
                 "slot": Out(range(WEIGHT_SLOTS)),
                 "taken": Out(1),
                 "taken_value": Out(1),
@@ -87,7 +91,9 @@ class Issue(wiring.Component):
         tag = self.tags.payload
         is_kind = {kind: self.tags.valid & (tag.kind == kind) for kind in LineKind}
         k_number, v_number = Signal(range(PASSES)), Signal(range(PASSES))
-        row_start = tag.line == 0
+        is_v = (tag.kind == LineKind.V) | (tag.kind == LineKind.V_SCALES)
+        step, part = Signal(range(self.shape.row_lines)), Signal(2)  # of the row, of the line
+        row_start = step == 0
         k_loaded, v_loaded = (self.loaded.bit_select(number, 1) for number in (k_number, v_number))
         # sums that wait for the drain, by bank: nothing is added to them
         full = Signal(BANKS)
@@ -97,7 +103,24 @@ class Issue(wiring.Component):
 
         room = Signal(range(SCORE_QUEUE_ROWS + 1), init=SCORE_QUEUE_ROWS)
         weighed = Signal(range(WEIGHT_SLOTS + 1))
-        load, score, value = self.loads.valid, Signal(), Signal()
+        load, score, value, scales = self.loads.valid, Signal(), Signal(), Signal()
+        k_now, v_now, load_now = (
+            Signal(pass_parameters(self.shape), name=name) for name in ("k_pass", "v_pass", "load_pass")
+        )
+        m.d.comb += [
+            k_now.eq(chosen(self.passes, k_number)),
+            v_now.eq(chosen(self.passes, v_number)),
+            load_now.eq(chosen(self.passes, self.loads.payload.number)),
+        ]
+        codes = Signal(row_codes(self.shape))
+        line_done, row_done = Signal(), Signal()
+        m.d.comb += [
+            codes.eq(Mux(is_v, v_now.v, k_now.k)),
+            line_done.eq(part == Mux(tag.last, codes.parts_last, parts_of(codes.width))),
+            row_done.eq(tag.last & line_done),
+        ]
+        with m.If(score | value):
+            m.d.sync += [step.eq(Mux(row_done, 0, step + 1)), part.eq(Mux(line_done, 0, part + 1))]
         m.d.comb += [
             self.loads.ready.eq(1),
             score.eq(is_kind[LineKind.K] & self.lines.valid & ~load & k_loaded & (~row_start | (room != 0))),
@@ -108,6 +131,10 @@ class Issue(wiring.Component):
                 & ~(self.reads.valid & self.urgent)
                 & v_room
                 & (~row_start | (weighed != 0))
+            ),
+            scales.eq(
+                self.lines.valid
+                & ((is_kind[LineKind.K_SCALES] & k_loaded) | (is_kind[LineKind.V_SCALES] & v_loaded))
             ),
         ]
         m.d.sync += weighed.eq(weighed - (value & row_start) + self.row_weighed)
@@ -121,14 +148,14 @@ class Issue(wiring.Component):
         m.d.comb += [
             k_end.eq(is_kind[LineKind.K_END] & ~load & k_loaded & (room != 0)),
             v_end.eq(is_kind[LineKind.V_END] & v_loaded & v_room),
-            self.taken.eq(score | value),
+            self.taken.eq(((score | value) & line_done) | scales),
             self.tags.ready.eq(self.taken | k_end | v_end),
             self.lines.ready.eq(self.taken),
             self.waiting.eq(self.lines.valid & ~self.taken),
             *(self.k_ended[number].eq(k_end & (k_number == number)) for number in range(PASSES)),
             *(self.ended[number].eq(v_end & (v_number == number)) for number in range(PASSES)),
-            self.taken_value.eq(value),
-            self.taken_number.eq(Mux(value, v_number, k_number)),
+            self.taken_value.eq(is_v),
+            self.taken_number.eq(Mux(is_v, v_number, k_number)),
             self.taken_fault.eq(self.lines.payload.fault),
             self.taken_page.eq(tag.page),
         ]
@@ -137,31 +164,37 @@ class Issue(wiring.Component):
         m.d.sync += [k_number.eq(k_number + k_end), v_number.eq(v_number + v_end)]
         with m.If(v_end):
             m.d.sync += v_first.eq(1)
-        with m.Elif(value & tag.last):
+        with m.Elif(value & row_done):
             m.d.sync += v_first.eq(0)
-        with m.If(value & tag.last):
+        with m.If(value & row_done):
             m.d.sync += slot.eq(slot + 1)
 
-        half, present_last = Signal(), Signal(self.shape.lanes)
-        k_now, v_now, load_now = (
-            Signal(pass_parameters(self.shape), name=name) for name in ("k_pass", "v_pass", "load_pass")
-        )
+        m.submodules.scales = kept = Scales(shape=self.shape)
         m.d.comb += [
-            k_now.eq(chosen(self.passes, k_number)),
-            v_now.eq(chosen(self.passes, v_number)),
-            load_now.eq(chosen(self.passes, self.loads.payload.number)),
-            half.eq(Mux(load, load_now.query_half, Mux(value, v_now.v_half, k_now.k_half))),
-            present_last.eq(Mux(load, load_now.present, k_now.present)),
+            kept.load.eq(scales),
+            kept.load_value.eq(is_v),
+            kept.line.eq(self.lines.payload.data),
+            kept.row.eq(tag.row),
+            kept.step.eq(score | value),
+            kept.value.eq(is_v),
+            kept.number.eq(step),
+            kept.last.eq(row_done),
+            kept.codes.eq(codes),
+            self.scales.eq(kept.scales),
+            self.scale_kind.eq(kept.kind),
         ]
-        last = Mux(load, self.loads.payload.last, tag.last)
+        present_last = Mux(load, load_now.present, k_now.present)
+        last = Mux(load, self.loads.payload.last, row_done)
         m.d.comb += [
             self.operation.score.eq(score),
             self.operation.value.eq(value),
             self.operation.load.eq(load),
             self.operation.end.eq(k_end),
-            self.operation.half.eq(half),
+            self.operation.kind.eq(Mux(load, load_now.query_kind, codes.kind)),
+            self.operation.width.eq(Mux(load, CodeWidth.WHOLE, codes.width)),
+            self.operation.part.eq(part),
             self.operation.number.eq(Mux(load, self.loads.payload.number, self.taken_number)),
-            self.operation.line.eq(Mux(load, self.loads.payload.line, tag.line)),
+            self.operation.line.eq(Mux(load, self.loads.payload.line, step)),
             self.operation.last.eq(last),
             self.operation.first.eq(v_first),
             self.operation.query.eq(self.loads.payload.query),

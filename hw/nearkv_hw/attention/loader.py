@@ -5,24 +5,23 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
-from ..abi.formats import FP16
-from ..arithmetic.decode import CODE_BITS
+from ..arithmetic.decode import CODE_BITS, CodeKind, code_kind
 from ..arithmetic.score import FLOAT_BITS, Factor, FactorDecoder
-from ..interfaces import QueryLine, UnitJob
+from ..interfaces import TENANT_BITS, QueryLine, UnitJob
+from .codes import row_codes, set_row_codes
 from .scoring import opening
 from .shape import BANKS, PASSES
-from .streamer import geometry
 
 
 def pass_parameters(shape):
     """What the unit keeps of a pass while it lasts."""
     return data.StructLayout(
         {
-            "geometry": geometry(shape),
-            "k_half": 1,  # K is fp16, else bf16
-            "v_half": 1,
-            "query_half": 1,
-            "present": shape.lanes,  # lanes that count in the last line of a K row
+            "tenant": TENANT_BITS,
+            "k": row_codes(shape),
+            "v": row_codes(shape),
+            "query_kind": CodeKind,
+            "present": shape.lanes,  # lanes that count in the last step of a K row
             "queries": shape.queries.bit_length(),
             "value_dim": 10,
             "factor": Factor,
@@ -118,7 +117,7 @@ class Loader(wiring.Component):
             self.loads.payload.number.eq(number),
             self.loads.payload.query.eq(query),
             self.loads.payload.line.eq(line),
-            self.loads.payload.last.eq(line == now.geometry.k_last),
+            self.loads.payload.last.eq(line == now.k.steps_last),
             self.openings.payload.number.eq(number),
             self.openings.payload.sinks.eq(sinks),
             self.openings.payload.values.eq(values),
@@ -130,12 +129,20 @@ class Loader(wiring.Component):
                 m.d.comb += self.jobs.ready.eq(~(opened & own).any())
                 with m.If(self.jobs.valid & self.jobs.ready):
                     m.d.sync += [
-                        now.geometry.tenant.eq(job.tenant),
-                        now.geometry.k_last.eq((job.head_dim - 1) >> lane_shift),
-                        now.geometry.v_last.eq((job.value_dim - 1) >> lane_shift),
-                        now.k_half.eq(job.k_format == FP16.code),
-                        now.v_half.eq(job.v_format == FP16.code),
-                        now.query_half.eq(job.query_format == FP16.code),
+                        now.tenant.eq(job.tenant),
+                        *(
+                            statement
+                            for rows, dim in (("k", job.head_dim), ("v", job.value_dim))
+                            for statement in set_row_codes(
+                                self.shape,
+                                now[rows],
+                                dim=dim,
+                                form=job[f"{rows}_format"],
+                                scale=job[f"{rows}_scale"],
+                                block=job[f"{rows}_block"],
+                            )
+                        ),
+                        now.query_kind.eq(code_kind(job.query_format)),
                         now.present.eq(
                             Cat((remainder == 0) | (lane < remainder) for lane in range(self.shape.lanes))
                         ),

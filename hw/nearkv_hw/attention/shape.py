@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from amaranth.hdl import Mux
 
 from ..abi.descriptor import MAX_HEAD_DIM, MAX_VALUE_DIM
+from ..abi.formats import SCALE_BLOCKS
 
 BANKS = 2
 """Passes whose queries are kept, and passes whose sums are: pass n has bank n mod BANKS of both."""
 PASSES = 4
 """Passes under way: one is loaded, the next streams K, the next V, the last one is drained."""
+
+SCALE_LANES = SCALE_BLOCKS[0]
+"""Lanes that have the same scale, whatever the block."""
 
 MAX_DIM = max(MAX_HEAD_DIM, MAX_VALUE_DIM)
 """Largest head_dim and value_dim of a job."""
@@ -52,8 +56,13 @@ class UnitShape:
 
     @property
     def row_lines(self):
-        """Lines of the longest row."""
+        """Lines of the longest row, of 16-bit codes."""
         return self.max_dim // self.lanes
+
+    @property
+    def scale_groups(self):
+        """Scales that the lanes have at once."""
+        return -(-self.lanes // SCALE_LANES)
 
     @property
     def states(self):

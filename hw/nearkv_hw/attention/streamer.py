@@ -3,17 +3,18 @@
 Rows come in blocks of at most BLOCK_ROWS of one page. K blocks run ahead of V blocks as far as the weight
 store has slots for their rows, so that weights are there when V comes. Once it is full, V goes on until
 V_TURN_ROWS of its slots are free: every change between K and V may be one of rows in a bank of the memory.
-Blocks follow each other across pages and passes. K of a pass whose queries are still being loaded stands back
-while there is V.
+Blocks follow each other across pages and passes. A line of scales comes before the first of the rows that it
+is for; a block that goes on in the middle of one finds it still there. K of a pass whose queries are still being
+loaded stands back while there is V.
 """
 
-from amaranth.hdl import Module, Mux, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, enum, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..common.buffer import Buffer
 from ..common.queue import Queue
-from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, TENANT_BITS, PageItem, ReadRequest
+from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, SCALE_ROW_BITS, TENANT_BITS, PageItem, ReadRequest
 from .scoring import WEIGHT_SLOTS
 from .shape import PASSES, chosen
 
@@ -24,13 +25,15 @@ V_TURN_ROWS = WEIGHT_SLOTS // 2
 """Slots that V frees before K goes on; with the other half the weight pipes have work meanwhile."""
 
 
-class LineKind(enum.Enum, shape=2):
+class LineKind(enum.Enum, shape=3):
     """What comes next in the order of lines."""
 
     K = 0
     V = 1
     K_END = 2  # no line: the pass has no more K
     V_END = 3  # no line: the pass has no more V
+    K_SCALES = 4  # scales of the K rows that come next
+    V_SCALES = 5
 
 
 def line_tag(shape):
@@ -38,8 +41,8 @@ def line_tag(shape):
     return data.StructLayout(
         {
             "kind": LineKind,
-            "line": range(shape.row_lines),  # position in the row
             "last": 1,  # last line of the row
+            "row": SCALE_ROW_BITS,  # of scales: which of the line's rows comes next
             "page": PAGE_BITS,
         }
     )
@@ -50,8 +53,19 @@ def geometry(shape):
     return data.StructLayout(
         {
             "tenant": TENANT_BITS,
-            "k_last": range(shape.row_lines),  # last line of a K row
-            "v_last": range(shape.row_lines),
+            "k": row_lines(shape),
+            "v": row_lines(shape),
+        }
+    )
+
+
+def row_lines(shape):
+    """How K or V rows lie in lines."""
+    return data.StructLayout(
+        {
+            "last": range(shape.row_lines),  # last line of a row
+            "scaled": 1,
+            "scale_shift": 3,  # log2 of the bytes of a row's scales
         }
     )
 
@@ -63,6 +77,9 @@ class _Block(data.Struct):
     line: LINE_ADDRESS_BITS
     rows: range(BLOCK_ROWS + 1)
     page: PAGE_BITS
+    scales: LINE_ADDRESS_BITS  # the line of scales that is asked for next
+    row: SCALE_ROW_BITS  # of the next row, among those whose scales share a line
+    due: 1  # scales are asked for before the next row
 
 
 class Streamer(wiring.Component):
@@ -116,55 +133,61 @@ class Streamer(wiring.Component):
         wiring.connect(m, next_tag.o, wiring.flipped(self.tags))
 
         # the page whose blocks come next
-        item, item_valid = Signal(PageItem), Signal()
+        item, item_valid, fresh = Signal(PageItem), Signal(), Signal()
         startable = Signal(PASSES)
         m.d.sync += startable.eq(startable | self.start)
         m.d.comb += self.pages.ready.eq(~item_valid)
         with m.If(self.pages.valid & self.pages.ready):
-            m.d.sync += [item.eq(self.pages.payload), item_valid.eq(1)]
+            m.d.sync += [item.eq(self.pages.payload), item_valid.eq(1), fresh.eq(1)]
 
         # one block of each kind under way, one of them at a time
         numbers = {kind: Signal(range(PASSES), name=f"{kind}_number") for kind in ("k", "v")}
         blocks = {kind: Signal(_Block, name=f"{kind}_block") for kind in ("k", "v")}
         line = Signal(range(self.shape.row_lines))
-        now = Signal(geometry(self.shape))  # of the block under way
+        now, tenant = Signal(row_lines(self.shape)), Signal(TENANT_BITS)  # of the block under way
         active, is_v = Signal(), Signal()
-        block, bank_last = Signal(_Block), Signal.like(line)
-        m.d.comb += [
-            block.eq(Mux(is_v, blocks["v"], blocks["k"])),
-            bank_last.eq(Mux(is_v, now.v_last, now.k_last)),
-        ]
+        block = Signal(_Block)
+        m.d.comb += block.eq(Mux(is_v, blocks["v"], blocks["k"]))
         row_end, block_end, step = Signal(), Signal(), Signal()
         m.d.comb += [
-            row_end.eq(line == bank_last),
+            row_end.eq((line == now.last) & ~block.due),
             block_end.eq(block.end | (row_end & (block.rows == 1))),
             step.eq(active & requests.i.ready & tags.i.ready),
             requests.i.valid.eq(step & ~block.end),
-            requests.i.payload.line.eq(block.line),
-            requests.i.payload.tenant.eq(now.tenant),
+            requests.i.payload.line.eq(Mux(block.due, block.scales, block.line)),
+            requests.i.payload.tenant.eq(tenant),
             tags.i.valid.eq(step),
             tags.i.payload.kind.eq(
                 Mux(
                     block.end,
                     Mux(is_v, LineKind.V_END, LineKind.K_END),
-                    Mux(is_v, LineKind.V, LineKind.K),
+                    Mux(
+                        block.due,
+                        Mux(is_v, LineKind.V_SCALES, LineKind.K_SCALES),
+                        Mux(is_v, LineKind.V, LineKind.K),
+                    ),
                 )
             ),
-            tags.i.payload.line.eq(line),
             tags.i.payload.last.eq(row_end),
+            tags.i.payload.row.eq(block.row),
             tags.i.payload.page.eq(block.page),
         ]
         pass_first = Signal(init=1)
-        with m.If(step & ~is_v):
+        with m.If(step & ~is_v & ~block.due):
             m.d.sync += pass_first.eq(block.end)
-        m.d.comb += self.starts.eq(step & ~is_v & ~block.end & pass_first)
+        m.d.comb += self.starts.eq(step & ~is_v & ~block.due & ~block.end & pass_first)
+        next_row = Signal(SCALE_ROW_BITS)
+        m.d.comb += next_row.eq(block.row + row_end)
         with m.If(step):
-            m.d.sync += line.eq(Mux(block_end | row_end, 0, line + 1))
+            m.d.sync += line.eq(Mux(block_end | row_end | block.due, 0, line + 1))
             for kind, here in (("k", ~is_v), ("v", is_v)):
                 with m.If(here):
                     m.d.sync += [
-                        blocks[kind].line.eq(blocks[kind].line + 1),
-                        blocks[kind].rows.eq(blocks[kind].rows - row_end),
+                        blocks[kind].line.eq(block.line + ~block.due),
+                        blocks[kind].scales.eq(block.scales + block.due),
+                        blocks[kind].rows.eq(block.rows - row_end),
+                        blocks[kind].row.eq(next_row),
+                        blocks[kind].due.eq(row_end & now.scaled & _starts_line(next_row, now)),
                         numbers[kind].eq(numbers[kind] + block.end),
                     ]
 
@@ -174,13 +197,14 @@ class Streamer(wiring.Component):
         k_number, v_number = Signal(range(PASSES)), Signal(range(PASSES))
         k_ready, v_ready, choose = Signal(), Signal(), Signal()
         k_first, k_chosen, v_turn = Signal(), Signal(), Signal()
-        k_geometry = Signal(geometry(self.shape))
+        k_geometry, v_geometry = Signal(geometry(self.shape)), Signal(geometry(self.shape))
         m.d.comb += [
             next_rows.eq(Mux(item.last, 0, Mux(item.rows < BLOCK_ROWS, item.rows, BLOCK_ROWS))),
             # the end of a pass may be under way
             k_number.eq(numbers["k"] + (active & ~is_v & block.end)),
             v_number.eq(numbers["v"] + (active & is_v & block.end)),
             k_geometry.eq(chosen(self.geometry, k_number)),
+            v_geometry.eq(chosen(self.geometry, v_number)),
             k_ready.eq(
                 item_valid & startable.bit_select(k_number, 1) & values.i.ready & (next_rows <= slots)
             ),
@@ -188,11 +212,22 @@ class Streamer(wiring.Component):
             k_first.eq(self.loaded.bit_select(k_number, 1)),
             k_chosen.eq(k_ready & ((k_first & ~(v_turn & (slots < V_TURN_ROWS))) | ~v_ready)),
             choose.eq(~active | (step & block_end)),
-            values.i.payload.end.eq(item.last),
-            values.i.payload.line.eq(item.v_line),
-            values.i.payload.rows.eq(next_rows),
-            values.i.payload.page.eq(item.page),
         ]
+        # the block that comes next, of both kinds
+        coming = {kind: Signal(_Block, name=f"{kind}_coming") for kind in ("k", "v")}
+        for kind, following in coming.items():
+            rows = k_geometry[kind]
+            goes_on = ~fresh & ~_starts_line(item.row, rows)
+            m.d.comb += [
+                following.end.eq(item.last),
+                following.line.eq(item[f"{kind}_line"]),
+                following.rows.eq(next_rows),
+                following.page.eq(item.page),
+                following.scales.eq(item[f"{kind}_scales"] + goes_on),
+                following.row.eq(item.row),
+                following.due.eq(rows.scaled & ~item.last & ~goes_on),
+            ]
+        m.d.comb += values.i.payload.eq(coming["v"])
         with m.If(choose):
             m.d.sync += [active.eq(k_ready | v_ready), v_turn.eq(~k_chosen)]
             with m.If(k_chosen):
@@ -203,27 +238,50 @@ class Streamer(wiring.Component):
                             m.d.sync += startable[number].eq(0)
                 m.d.sync += [
                     is_v.eq(0),
-                    now.eq(k_geometry),
-                    blocks["k"].end.eq(item.last),
-                    blocks["k"].line.eq(item.k_line),
-                    blocks["k"].rows.eq(next_rows),
-                    blocks["k"].page.eq(item.page),
+                    now.eq(k_geometry.k),
+                    tenant.eq(k_geometry.tenant),
+                    blocks["k"].eq(coming["k"]),
                     slots.eq(slots - next_rows),
+                    fresh.eq(0),
                     item.rows.eq(item.rows - BLOCK_ROWS),
-                    item.k_line.eq(item.k_line + ((k_geometry.k_last + 1) << _BLOCK_SHIFT)),
-                    item.v_line.eq(item.v_line + ((k_geometry.v_last + 1) << _BLOCK_SHIFT)),
+                    item.row.eq(item.row + BLOCK_ROWS),
                     item_valid.eq(~item.last & (item.rows > BLOCK_ROWS)),
                 ]
+                for kind in ("k", "v"):
+                    rows = k_geometry[kind]
+                    m.d.sync += [
+                        item[f"{kind}_line"].eq(item[f"{kind}_line"] + ((rows.last + 1) << _BLOCK_SHIFT)),
+                        item[f"{kind}_scales"].eq(
+                            item[f"{kind}_scales"] + _lines_passed(item.row, BLOCK_ROWS, rows)
+                        ),
+                    ]
             with m.Elif(v_ready):
                 m.d.comb += values.o.ready.eq(1)
                 m.d.sync += [
                     is_v.eq(1),
-                    now.eq(chosen(self.geometry, v_number)),
+                    now.eq(v_geometry.v),
+                    tenant.eq(v_geometry.tenant),
                     blocks["v"].eq(values.o.payload),
                     slots.eq(slots + values.o.payload.rows),
                 ]
         m.d.comb += self.busy.eq(item_valid | active | values.o.valid | self.requests.valid)
         return m
+
+
+def _place(row, rows):
+    """A row's place among those whose scales share a line."""
+    in_line = Cat(n + rows.scale_shift < SCALE_ROW_BITS for n in range(SCALE_ROW_BITS))
+    return row & in_line
+
+
+def _starts_line(row, rows):
+    """Whether a row's scales are the first of their line."""
+    return _place(row, rows) == 0
+
+
+def _lines_passed(row, count, rows):
+    """Lines of scales from the one that has a row's to the one that has those of `count` rows later."""
+    return ((_place(row, rows) + count) << rows.scale_shift) >> SCALE_ROW_BITS
 
 
 _BLOCK_SHIFT = BLOCK_ROWS.bit_length() - 1

@@ -123,6 +123,8 @@ class AttentionUnit(wiring.Component):
             array.operation.eq(issue.operation),
             array.line.eq(issue.line),
             array.present.eq(issue.present),
+            array.scales.eq(issue.scales),
+            array.scale_kind.eq(issue.scale_kind),
             array.weights.eq(scoring.weights),
             scoring.slot.eq(issue.slot),
             scoring.row_valid.eq(array.row_valid),
@@ -144,7 +146,7 @@ class AttentionUnit(wiring.Component):
         ]
         for number in range(PASSES):
             m.d.comb += [
-                streamer.geometry[number].eq(loader.passes[number].geometry),
+                *_row_lines(streamer.geometry[number], loader.passes[number]),
                 scoring.factors[number].eq(loader.passes[number].factor),
                 scoring.counts[number].eq(loader.passes[number].queries),
             ]
@@ -183,3 +185,13 @@ class AttentionUnit(wiring.Component):
             self.stages.first.eq(issue.taken & ~issue.taken_value & k_first),
             self.stages.ended.eq(issue.ended.any()),
         ]
+
+
+def _row_lines(geometry, parameters):
+    """Statements that give the order of lines what it depends on."""
+    yield geometry.tenant.eq(parameters.tenant)
+    for kind in ("k", "v"):
+        codes = parameters[kind]
+        yield geometry[kind].last.eq(codes.lines_last)
+        yield geometry[kind].scaled.eq(codes.scale.any())
+        yield geometry[kind].scale_shift.eq(codes.scale_shift)

@@ -83,7 +83,7 @@ class TermSums(wiring.Component):
 
 
 @pytest.mark.rtl
-@pytest.mark.parametrize(("states", "significand_bits"), [(8, 29), (3, 18), (2, 33)])
+@pytest.mark.parametrize(("states", "significand_bits"), [(8, 36), (3, 18), (2, 33)])
 def test_binned(states, significand_bits):
     run(
         TermSums(states=states, significand_bits=significand_bits),
@@ -107,9 +107,9 @@ def test_parameters_are_checked(arguments, message):
         BinnedAccumulator(**arguments)
 
 
-@pytest.mark.parametrize("bits", [0, 34, None])
+@pytest.mark.parametrize("bits", [0, 65, None])
 def test_significand_is_checked(bits):
-    with pytest.raises(ValueError, match=f"significand_bits must be 1 to 33, not {bits}"):
+    with pytest.raises(ValueError, match=f"significand_bits must be 1 to 64, not {bits}"):
         TermAligner(significand_bits=bits)
 
 

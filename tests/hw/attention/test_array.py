@@ -4,11 +4,12 @@
 import cocotb
 import pytest
 from amaranth.lib import data
-from attention_golden import decode_all, dot_product, merge, term
+from attention_golden import decode_all, dot_product, merge, scaled, term
 from cocotb.triggers import RisingEdge
-from nearkv_hw.abi.formats import BF16, FP16, Special
+from nearkv_hw.abi.formats import BF16, ELEMENT_FORMATS, FP8_E5M2, FP16, SCALE_FORMATS, Special
 from nearkv_hw.abi.memory import LANE_NAN, LANE_NEGATIVE_INFINITY, LANE_POSITIVE_INFINITY
 from nearkv_hw.arithmetic.binned import empty_top
+from nearkv_hw.arithmetic.decode import CodeKind, CodeWidth
 from nearkv_hw.arithmetic.score import DOT_TOP_BITS
 from nearkv_hw.arithmetic.weight import Weight
 from nearkv_hw.attention.array import Array, array_operation, row_dots
@@ -99,20 +100,38 @@ async def equals_the_contract(dut, kind):
     model = Model(lanes, queries, finish_lanes)
     layout = array_operation(UnitShape(lanes=lanes, queries=queries, finish_lanes=finish_lanes))
 
-    def line(operation):
-        half = operation["half"]
-        word = codes(rng, FP16 if half else BF16, lanes, kind)
+    def line(operation, form):
+        """A line's word, which lanes count, scales, and the elements of the operation's part."""
+        parts = 16 // form.bits
+        word = codes(rng, form, parts * lanes, kind)
         present = rng.choice([(1 << lanes) - 1, rng.getrandbits(lanes)])
-        elements = decode_all(
-            [code if present >> lane & 1 else 0 for lane, code in enumerate(word)], FP16 if half else BF16
-        )
-        return sum(code << 16 * lane for lane, code in enumerate(word)), present, elements
+        present = (1 << lanes) - 1 if operation.get("value") else present  # all lanes of V count
+        own = word[operation["part"] * lanes :][:lanes]
+        elements = decode_all([code if present >> n & 1 else 0 for n, code in enumerate(own)], form)
+        of = BF16 if form.bits == 16 else rng.choice([SCALE_FORMATS[n] for n in ("bf16", "fp16", "e4m3")])
+        scales = [0x3F80 if form.bits == 16 else codes(rng, of, 1, kind)[0] for _ in range(-(-lanes // 16))]
+        decoded = decode_all(scales, of)
+        elements = [
+            scaled(element, decoded[n // 16]) if present >> n & 1 else element
+            for n, element in enumerate(elements)
+        ]
+        return pack_codes(word, form), present, (scales, of), elements
+
+    def pack_codes(word, form):
+        return sum(code << form.bits * n for n, code in enumerate(word))
 
     items = []
     reads = {}  # beats, by the cycle in which they are there
 
     def add(operation, weights=None):
-        operation = {"half": rng.getrandbits(1), **operation}
+        form = rng.choice([BF16, FP16] if operation.get("load") else list(ELEMENT_FORMATS.values()))
+        width = {16: CodeWidth.WHOLE, 8: CodeWidth.BYTE, 4: CodeWidth.NIBBLE}[form.bits]
+        operation = {
+            **operation,
+            "kind": {"fp16" if form is FP8_E5M2 else form.name: 1},
+            "width": width,
+            "part": rng.randrange(16 // form.bits),
+        }
         at = len(items) + Array.read_cycles
         if not operation.get("value") and at not in reads and rng.random() < 0.7:
             operation |= {
@@ -121,12 +140,7 @@ async def equals_the_contract(dut, kind):
                 "read_query": rng.randrange(queries),
                 "read_line": rng.randrange(ROW_LINES),
             }
-        word, present, elements = line(operation)
-        if operation.get("value"):  # all lanes of V count
-            present = (1 << lanes) - 1
-            elements = decode_all(
-                [word >> 16 * lane & 0xFFFF for lane in range(lanes)], FP16 if operation["half"] else BF16
-            )
+        word, present, scales, elements = line(operation, form)
         dots = None
         if operation.get("load"):
             model.load(operation, elements)
@@ -136,7 +150,7 @@ async def equals_the_contract(dut, kind):
             model.value(operation, elements, weights)
         if operation.get("read"):
             reads.update({at + n: beat for n, beat in enumerate(model.read(operation))})
-        items.append((operation, word, present, weights, dots))
+        items.append((operation, word, present, weights, dots, scales))
 
     begun = set()
     for number in range(BANKS):
@@ -182,13 +196,17 @@ async def equals_the_contract(dut, kind):
             dut.present.value = present
         else:
             dut.operation.value = 0
+        if Array.scale_cycles <= cycle < len(items) + Array.scale_cycles:
+            scales, of = items[cycle - Array.scale_cycles][5]
+            dut.scales.value = sum(code << 16 * n for n, code in enumerate(scales))
+            dut.scale_kind.value = pack(CodeKind, {of.name: 1})
         at_weight = cycle - Array.weight_cycles
         weights = items[at_weight][3] if 0 <= at_weight < len(items) else None
         if weights:
             dut.weights.value = pack(data.ArrayLayout(Weight, queries), weights)
         await edge
         done = cycle - row_cycles
-        operation, *_, dots = items[done] if 0 <= done < len(items) else ({}, None)
+        operation, *_, dots, _ = items[done] if 0 <= done < len(items) else ({}, None, None)
         assert value(dut.row_valid) == (dots is not None or operation.get("end", 0))
         if value(dut.row_valid):
             row = unpack(row_dots(queries), value(dut.row))

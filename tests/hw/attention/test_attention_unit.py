@@ -11,7 +11,7 @@ import pytest
 from attention_golden import float32_bits
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi.descriptor import Status
-from nearkv_hw.abi.formats import BF16, FP16, QUERY_FORMATS
+from nearkv_hw.abi.formats import BF16, ELEMENT_FORMATS, FP16, QUERY_FORMATS
 from nearkv_hw.attention.shape import MAX_DIM
 from nearkv_hw.attention.unit import COUNTERS, AttentionUnit
 from nearkv_hw.interfaces import (
@@ -27,7 +27,7 @@ from nearkv_hw.interfaces import (
 from nearkv_sim.cocotb.payload import pack
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycle, cycles, random, start, value
-from unit_cases import Passes, codes, random_pass
+from unit_cases import Passes, RowScales, codes, random_pass
 
 VECTORS = Path(__file__).parents[2] / "conformance" / "data" / "contract.json"
 LATENCY_CYCLES = 40
@@ -162,19 +162,25 @@ async def passes_the_contract_vectors(dut):
     bench = Bench(dut, "vectors", idle=0.3, backpressure=0.3)
     count = 0
     for vector in json.loads(VECTORS.read_text()):
-        if not {vector["k_format"], vector["v_format"]} <= set(QUERY_FORMATS):
-            continue
         visible = vector["visible"] or [True] * len(vector["k"])
-        rows = [row for row, seen in zip(vector["k"], visible, strict=True) if seen]
-        values = [row for row, seen in zip(vector["v"], visible, strict=True) if seen]
+
+        def seen(name, vector=vector, visible=visible):
+            return [row for row, seen in zip(vector[name], visible, strict=True) if seen]
+
+        rows, values = seen("k"), seen("v")
+        scales = {kind: seen(f"{kind}_scales") for kind in ("k", "v") if vector[f"{kind}_scales"]}
+        how = RowScales(vector["scale_format"], vector["block"]) if vector["scale_format"] else None
         bench.passes.add(
             [vector["q"]],
             rows,
             values,
             value_dim=len(vector["v"][0]) if vector["v"] else 8,
             q_format=QUERY_FORMATS[vector["q_format"]],
-            k_format=QUERY_FORMATS[vector["k_format"]],
-            v_format=QUERY_FORMATS[vector["v_format"]],
+            k_format=ELEMENT_FORMATS[vector["k_format"]],
+            v_format=ELEMENT_FORMATS[vector["v_format"]],
+            k_scales=how if "k" in scales else None,
+            v_scales=how if "v" in scales else None,
+            scale_codes=scales,
             factor_bits=float32_bits(vector["scale"] * math.log2(math.e)),
             sinks=None if vector["sink"] is None else [float32_bits(float(vector["sink"]))],
             page_rows=bench.rng.choice([4, 16]),
@@ -186,7 +192,7 @@ async def passes_the_contract_vectors(dut):
             golden.denominator = vector_state(vector["denominator"])
             golden.lanes = [vector_state(numbers) for numbers in vector["numerators"]] or golden.lanes
         count += 1
-    assert count == 44
+    assert count == 60
     await bench.run()
 
 

@@ -8,7 +8,7 @@ from attention_golden import merge, term
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi.numerics import LIMB_BITS
 from nearkv_hw.arithmetic.binned import HELD_TOP_BITS, empty_top
-from nearkv_hw.arithmetic.decode import Element
+from nearkv_hw.arithmetic.scale import Element
 from nearkv_hw.arithmetic.weight import Weight
 from nearkv_hw.attention.cell import DOT_BINS, Cell
 from nearkv_sim.cocotb.payload import pack, unpack
@@ -25,7 +25,7 @@ def test_cell():
 def element_term(element, factor, factor_exponent, factor_bits, negative=0):
     """The state of the product of an element and a factor with its leading one at the top."""
     product = element["significand"] * factor
-    return term(negative, product, element["exponent"] - 10 + factor_exponent - (factor_bits - 1))
+    return term(negative, product, element["exponent"] - 17 + factor_exponent - (factor_bits - 1))
 
 
 @cocotb.test()
@@ -34,9 +34,12 @@ async def multiplies_and_sums_in_both_modes(dut):
     rng = random("operations")
     states = parameters()["states"]
 
-    def element(wide=True):
-        significand = rng.choice([0, *[rng.randrange(1 << 10, 1 << 11) for _ in range(9)]])
-        return {"significand": significand, "exponent": rng.randint(*((-133, 127) if wide else (-3, 3)))}
+    def element(query):
+        """A query's element is a bf16 or fp16 number, one of K or V a product with a scale."""
+        significand = rng.choice([0, *[rng.randrange(1 << 17, 1 << 18) for _ in range(9)]])
+        if query:
+            return {"significand": significand >> 7 << 7, "exponent": rng.randint(-133, 127)}
+        return {"significand": significand, "exponent": rng.randint(-149, 142)}
 
     operations = []
     for number in range(6000):
@@ -46,7 +49,7 @@ async def multiplies_and_sums_in_both_modes(dut):
         operations.append(
             {
                 "kind": kind,
-                "element": element(),
+                "element": element(kind == "load"),
                 "weight": {
                     "significand": rng.choice([0, *[rng.randrange(1 << 17, 1 << 18) for _ in range(9)]]),
                     "exponent": rng.choice([rng.randrange(-40, 40), rng.randrange(-(1 << 23), 1 << 23)]),
@@ -69,7 +72,7 @@ async def multiplies_and_sums_in_both_modes(dut):
         elif operation["kind"] == "score":
             query = queries[operation["query"]]
             operation["term"] = element_term(
-                operation["element"], query["significand"], query["exponent"], 11
+                operation["element"], query["significand"], query["exponent"], 18
             )
         elif operation["kind"] == "value":
             address, weight = operation["address"], operation["weight"]

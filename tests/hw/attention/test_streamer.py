@@ -14,6 +14,7 @@ from nearkv_sim.cocotb.runner import run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
 
 SHAPE = UnitShape()
+SCALES = {LineKind.K_SCALES: LineKind.K, LineKind.V_SCALES: LineKind.V}
 
 
 @pytest.mark.rtl
@@ -30,12 +31,16 @@ class Bench:
         self.pages = StreamSource(dut, "pages", idle=idle, shape=PageItem)
         self.requests = StreamSink(dut, "requests", backpressure=backpressure, shape=ReadRequest)
         self.tags = StreamSink(dut, "tags", backpressure=backpressure, shape=line_tag(SHAPE))
-        self.expected = []  # per pass: ([K lines], [V lines]) as (line, position, last, page)
         self.geometry = [{}] * PASSES
         dut.loaded.value = (1 << PASSES) - 1
 
-    def set_geometry(self, number, k_lines, v_lines):
-        self.geometry[number] = {"tenant": number + 1, "k_last": k_lines - 1, "v_last": v_lines - 1}
+    def set_geometry(self, number, k_lines, v_lines, k_scales=None, v_scales=None):
+        """Lines of rows, and log2 of the bytes of a row's scales, if there are any."""
+        rows = [
+            {"last": lines - 1, "scaled": int(scales is not None), "scale_shift": scales or 0}
+            for lines, scales in ((k_lines, k_scales), (v_lines, v_scales))
+        ]
+        self.geometry[number] = {"tenant": number + 1, "k": rows[0], "v": rows[1]}
         self.dut.geometry.value = pack(data.ArrayLayout(geometry(SHAPE), PASSES), self.geometry)
 
     async def start(self, number):
@@ -44,20 +49,26 @@ class Bench:
         self.dut.start.value = 0
 
     def send(self, number, pages):
-        """Send a pass of (rows) pages; returns its lines."""
-        k_lines, v_lines = (self.geometry[number][name] + 1 for name in ("k_last", "v_last"))
-        items, k, v = [], [], []
+        """Send a pass; returns its lines of K and V: (line, last, page, row of scales or None)."""
+        items, lines = [], {"k": [], "v": []}
         for page, rows in enumerate(pages):
-            k_line, v_line = self.rng.getrandbits(30), self.rng.getrandbits(30)
-            items.append({"last": 0, "page": page, "k_line": k_line, "v_line": v_line, "rows": rows})
-            for lines, first, per_row in ((k, k_line, k_lines), (v, v_line, v_lines)):
-                lines += [
-                    (first + row * per_row + n, n, int(n == per_row - 1), page)
-                    for row in range(rows)
-                    for n in range(per_row)
-                ]
+            item = {"last": 0, "page": page, "rows": rows, "row": self.rng.randrange(64)}
+            for kind, of in lines.items():
+                stored = self.geometry[number][kind]
+                first, scales = (self.rng.getrandbits(30) for _ in range(2))
+                item |= {f"{kind}_line": first, f"{kind}_scales": scales}
+                for row in range(rows):
+                    there = item["row"] + row
+                    place = there % (64 >> stored["scale_shift"])
+                    if stored["scaled"] and (row == 0 or place == 0):
+                        of.append((scales, 0, page, there % 64))
+                        scales += 1
+                    last = stored["last"]
+                    of += [(first + n, int(n == last), page, None) for n in range(last + 1)]
+                    first += last + 1
+            items.append(item)
         self.pages.send([*items, {"last": 1}])
-        return k, v
+        return lines["k"], lines["v"]
 
 
 @cocotb.test()
@@ -65,16 +76,16 @@ class Bench:
 async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
     await start(dut)
     bench = Bench(dut, f"rows {idle} {backpressure}", idle=idle, backpressure=backpressure)
-    plans = [(1, 1), (4, 2), (2, 8), (1, 3), (8, 8), (1, 1)]
+    plans = [(1, 1), (4, 2, 1, 1), (2, 8, 3, None), (1, 3, None, 0), (8, 8, 5, 5), (1, 1, 4, 0), (2, 1, 2, 4)]
     for number in range(PASSES):
         bench.set_geometry(number, *plans[number])
     for number in range(PASSES):
         await bench.start(number)
-    for turn, (k_lines, v_lines) in enumerate(plans):
+    for turn, plan in enumerate(plans):
         number = turn % PASSES
         bench.dut.loaded.value = bench.rng.getrandbits(PASSES)
         if turn >= PASSES:  # as the loader does: the earlier pass of the number is over
-            bench.set_geometry(number, k_lines, v_lines)
+            bench.set_geometry(number, *plan)
             await bench.start(number)
         pages = [bench.rng.choice([1, 3, 4, 16, 17, 40]) for _ in range(bench.rng.choice([0, 1, 6]))]
         lines = dict(zip((LineKind.K, LineKind.V), bench.send(number, pages), strict=True))
@@ -88,7 +99,9 @@ async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
                 ends.append(kind)
                 continue
             (request,) = await bench.requests.receive()
-            got = request["line"], tag["line"], tag["last"], tag["page"]
+            scales = kind in SCALES
+            kind = SCALES.get(kind, kind)
+            got = request["line"], tag["last"], tag["page"], tag["row"] if scales else None
             assert got == lines[kind][at[kind]]
             assert request["tenant"] == number + 1
             at[kind] += 1
@@ -102,7 +115,7 @@ async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
 
 
 @cocotb.test()
-@cocotb.parametrize(page_rows=[4, 16, 64], row_lines=[(1, 1), (4, 4), (2, 1)])
+@cocotb.parametrize(page_rows=[4, 16, 64], row_lines=[(1, 1), (4, 4), (2, 1), (2, 2, 1, 3)])
 async def loses_no_cycle(dut, page_rows, row_lines):
     """Once V has begun, every cycle has a request until the passes end, over pages and a change of passes."""
     await start(dut)

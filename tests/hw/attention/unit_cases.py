@@ -2,12 +2,49 @@
 
 from dataclasses import dataclass, field
 
-from attention_golden import PartialGolden, decode_all, float32_bits, partial
-from nearkv_hw.abi.formats import BF16, FP16
-from nearkv_hw.abi.lines import LINE_BITS
+from attention_golden import PartialGolden, decode_all, float32_bits, partial, scaled
+from nearkv_hw.abi.formats import (
+    BF16,
+    ELEMENT_FORMATS,
+    FP16,
+    SCALE_BLOCKS,
+    SCALE_CODES,
+    SCALE_FORMATS,
+    Format,
+)
+from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES
 
-PAD = 0xFFFF
-"""Element code of padding: NaN in both formats."""
+
+@dataclass(frozen=True)
+class RowScales:
+    """How the scales of rows are stored.
+
+    Parameters
+    ----------
+    form : name of their format.
+    block : elements that share one, or None for the whole row.
+    """
+
+    form: str
+    block: int | None = None
+
+    @property
+    def format(self) -> Format:
+        """Their format."""
+        return SCALE_FORMATS[self.form]
+
+    def count(self, dim):
+        """Scales of a row."""
+        return -(-dim // (self.block or dim))
+
+    def pitch(self, dim):
+        """Bytes from one row's scales to the next row's."""
+        return 1 << (self.count(dim) * self.format.bits // 8 - 1).bit_length()
+
+    @property
+    def fields(self):
+        """Numbers of format and block in a unit's job."""
+        return SCALE_CODES[self.form] + 1, SCALE_BLOCKS.index(self.block) + 1 if self.block else 0
 
 
 @dataclass
@@ -50,10 +87,15 @@ class Passes:
         q_format=BF16,
         k_format=BF16,
         v_format=BF16,
+        k_scales=None,
+        v_scales=None,
         factor_bits=0x3F800000,
         sinks=None,
         page_rows=16,
+        first_row=0,
         golden=True,
+        scale_codes=None,
+        rng=None,
     ):
         """Add a pass.
 
@@ -61,8 +103,11 @@ class Passes:
         ----------
         q : element codes of every query.
         rows, values : element codes of every K and V row.
+        k_scales, v_scales : `RowScales`, or None where rows have none.
+        scale_codes : scales of every row by "k" and "v"; random ones from `rng` if not given.
         sinks : float32 bits per query, or None.
         page_rows : rows of a page.
+        first_row : rows of the first page that come before the first one.
         golden : compute what is expected; without it only lines and statuses are.
         """
         head_dim = len(q[0])
@@ -79,7 +124,16 @@ class Passes:
                 "sinks": int(sinks is not None),
             }
         )
-        query_lines = [{"data": line, "sink": 0, "last": 0} for query in q for line in self._lines(query)]
+        areas = {"k": (rows, k_format, k_scales, head_dim), "v": (values, v_format, v_scales, value_dim)}
+        scales = dict(scale_codes or {})
+        for kind, (stored, _, how, dim) in areas.items():
+            if how:
+                self.jobs[-1][f"{kind}_scale"], self.jobs[-1][f"{kind}_block"] = how.fields
+                if kind not in scales:
+                    scales[kind] = [codes(rng, how.format, how.count(dim), "scale") for _ in stored]
+        query_lines = [
+            {"data": line, "sink": 0, "last": 0} for query in q for line in self._lines(query, q_format)
+        ]
         if sinks is not None:
             data = sum(sink << 32 * index for index, sink in enumerate(sinks))
             query_lines.append({"data": data, "sink": 1, "last": 0})
@@ -87,16 +141,29 @@ class Passes:
         self.queries += query_lines
 
         start = len(self.memory)
-        for page, first in enumerate(range(0, len(rows), page_rows)):
-            there = slice(first, first + page_rows)
-            item = {"last": 0, "page": page, "k_line": len(self.memory), "rows": len(rows[there])}
-            self.memory += [line for row in rows[there] for line in self._lines(row)]
-            item["v_line"] = len(self.memory)
-            self.memory += [line for row in values[there] for line in self._lines(row)]
+        first_row = first_row % page_rows if rows else 0
+        for page, first in enumerate(range(-first_row, len(rows), page_rows)):
+            there = slice(max(first, 0), first + page_rows)
+            item = {"last": 0, "page": page, "row": there.start - first, "rows": len(rows[there])}
+            for kind, (stored, form, how, dim) in areas.items():
+                item[f"{kind}_line"] = len(self.memory)
+                self.memory += [line for row in stored[there] for line in self._lines(row, form)]
+                if how:
+                    item[f"{kind}_scales"] = len(self.memory)
+                    own = item["row"] % (LINE_BYTES // how.pitch(dim))
+                    self.memory += _scale_lines(scales[kind][there], how, dim, own)
+            item["row"] %= LINE_BYTES
             self.pages.append(item)
         self.pages.append({"last": 1})
-        k = decode_all_rows(rows, k_format)
-        v = decode_all_rows(values, v_format)
+        k, v = (
+            [decode_all(row, form) for row in stored]
+            if how is None
+            else [
+                decode_scaled(row, form, codes_, how)
+                for row, codes_ in zip(stored, scales[kind], strict=True)
+            ]
+            for kind, (stored, form, how, _) in areas.items()
+        )
         partials = [
             partial(
                 decode_all(query, q_format),
@@ -110,29 +177,56 @@ class Passes:
         ]
         self.expected.append(Pass(value_dim, len(self.memory) - start, partials))
 
-    def _lines(self, codes):
+    def _lines(self, codes, form):
         lines = []
-        for first in range(0, len(codes), self.lanes):
-            part = codes[first : first + self.lanes]
-            part = [*part, *[PAD] * (LINE_BITS // 16 - len(part))]
-            lines.append(sum(code << 16 * lane for lane, code in enumerate(part)))
+        per_line = 16 * self.lanes // form.bits
+        for first in range(0, len(codes), per_line):
+            part = codes[first : first + per_line]
+            part = [*part, *[(1 << form.bits) - 1] * (LINE_BITS // form.bits - len(part))]  # padding: NaN
+            lines.append(sum(code << form.bits * n for n, code in enumerate(part)))
         return lines
 
 
-def decode_all_rows(rows, format):
-    """Decode every row."""
-    return [decode_all(row, format) for row in rows]
+def _scale_lines(scales, how, dim, first):
+    """Lines of the scales of rows, the first of which is the line's row `first`."""
+    pitch = 8 * how.pitch(dim)
+    bits = sum(
+        code << pitch * (first + row) + how.format.bits * n
+        for row, own in enumerate(scales)
+        for n, code in enumerate(own)
+    )
+    count = -(-(first + len(scales)) * pitch // LINE_BITS)
+    return [bits >> LINE_BITS * n & (1 << LINE_BITS) - 1 for n in range(count)]
+
+
+def decode_scaled(row, form, scales, how):
+    """Decode a row with scales."""
+    decoded = decode_all(scales, how.format)
+    return [
+        scaled(element, decoded[n // (how.block or len(row))])
+        for n, element in enumerate(decode_all(row, form))
+    ]
 
 
 def codes(rng, format, count, kind="plain"):
     """Random element codes.
 
     kind : "plain" (values about one, some zero), "wide" (any magnitude), "any" (any code, few specials), or
-        "special" (many NaN, infinities, zeros).
+        "special" (many NaN, infinities, zeros), or "scale" (values about one, some specials). Formats of
+        fewer bits have codes of any kind.
     """
     result = []
     for _ in range(count):
-        code = rng.getrandbits(16)
+        code = rng.getrandbits(format.bits)
+        if format.bits < 16:
+            while format.decode(code).special and rng.random() < (0.9 if kind == "special" else 0.995):
+                code = rng.getrandbits(format.bits)
+            if format.name == "e8m0" and kind == "scale" and rng.random() < 0.9:
+                code = rng.randrange(110, 140)
+            result.append(code)
+            continue
+        if kind == "scale":
+            kind = "plain"
         if kind == "plain":
             middle = (1 << format.exponent_bits - 1) - 1
             field_ = rng.randrange(middle - 6, middle + 3)
@@ -163,7 +257,14 @@ def random_pass(passes, rng, queries):
     if head_dim + value_dim > 100:
         rows = min(rows, 20)
     kind = rng.choice(["plain", "plain", "wide", "any", "special"])
-    k_format, v_format, q_format = (rng.choice([BF16, FP16]) for _ in range(3))
+    q_format = rng.choice([BF16, FP16])
+    k_format, v_format = (rng.choice([BF16, FP16, *ELEMENT_FORMATS.values()]) for _ in range(2))
+    k_scales, v_scales = (
+        RowScales(rng.choice(list(SCALE_FORMATS)), rng.choice([None, *SCALE_BLOCKS]))
+        if form.bits <= 8 and rng.random() < 0.8
+        else None
+        for form in (k_format, v_format)
+    )
     factor = float32_bits(rng.uniform(-1, 1) * rng.choice([1, 0.1, 10, 0]))
     if kind == "any":
         factor = factor & 0x807FFFFF | rng.randrange(60, 130) << 23
@@ -181,7 +282,11 @@ def random_pass(passes, rng, queries):
         q_format=q_format,
         k_format=k_format,
         v_format=v_format,
+        k_scales=k_scales,
+        v_scales=v_scales,
         factor_bits=factor,
         sinks=sinks if rng.random() < 0.4 else None,
         page_rows=rng.choice([4, 8, 16, 64]),
+        first_row=rng.choice([0, 0, rng.randrange(64)]),
+        rng=rng,
     )

@@ -1,0 +1,129 @@
+"""How a pass's rows are stored, as the blocks of the unit need it, and the scales of every step."""
+
+from amaranth.hdl import Cat, Const, Module, Mux, Signal
+from amaranth.lib import data, wiring
+from amaranth.lib.wiring import In, Out
+from amaranth.utils import exact_log2
+
+from ..abi.formats import BF16, FP8_E4M3, FP16
+from ..abi.lines import LINE_BITS
+from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth, code_kind, code_width
+from ..arithmetic.scale import SCALE_KINDS
+from ..interfaces import SCALE_ROW_BITS
+from ..row_layout import block_number, is_scale, lines_less_one, scale_shift, wide_scale
+from .shape import SCALE_LANES
+
+ONE = 0x3F80
+"""The scale of what has none, in bf16."""
+
+
+def row_codes(shape):
+    """How the K or V rows of a pass are stored."""
+    return data.StructLayout(
+        {
+            "kind": CodeKind,
+            "width": CodeWidth,
+            "lines_last": range(shape.row_lines),  # last line of a row
+            "parts_last": 2,  # last part of that line
+            "steps_last": range(shape.row_lines),  # last step of a row
+            "scale": 3,  # as descriptors have it, 0 for none
+            "block": 3,
+            "scale_shift": 3,  # log2 of the bytes of a row's scales
+        }
+    )
+
+
+def parts_of(width):
+    """Steps that a line of codes takes, less one."""
+    return Cat(width != CodeWidth.WHOLE, width == CodeWidth.NIBBLE)
+
+
+def set_row_codes(shape, codes, *, dim, form, scale, block):
+    """Statements that work `row_codes` out from what a job says."""
+    width, lane_shift = code_width(form), exact_log2(shape.lanes)
+    steps_last = (dim - 1) >> lane_shift
+    return [
+        codes.kind.eq(code_kind(form)),
+        codes.width.eq(width),
+        codes.lines_last.eq(lines_less_one(dim, width, CODE_BITS * shape.lanes)),
+        codes.parts_last.eq(steps_last[:2] & parts_of(width)),
+        codes.steps_last.eq(steps_last),
+        codes.scale.eq(scale),
+        codes.block.eq(block),
+        codes.scale_shift.eq(scale_shift(dim, scale, block)),
+    ]
+
+
+class Scales(wiring.Component):
+    """Keeps a line of scales of K and one of V, and shows the scales of each step; never waits.
+
+    Parameters
+    ----------
+    shape : UnitShape.
+
+    Members
+    -------
+    load, load_value, line, row : In : a line of scales of K or of V; which of its rows comes next.
+    step, value, number, last, codes : In : a step is taken: of V or K, its number in the row, whether it is the
+        row's last one, how the rows are stored. Without `step`, or without scales, all scales are one.
+    scales, kind : Out : scales of every `SCALE_LANES` lanes, and what they are, `latency_cycles` later.
+    """
+
+    latency_cycles = 1
+
+    def __init__(self, *, shape):
+        self.shape = shape
+        super().__init__(
+            {
+                "load": In(1),
+                "load_value": In(1),
+                "line": In(LINE_BITS),
+                "row": In(SCALE_ROW_BITS),
+                "step": In(1),
+                "value": In(1),
+                "number": In(range(shape.row_lines)),
+                "last": In(1),
+                "codes": In(row_codes(shape)),
+                "scales": Out(data.ArrayLayout(CODE_BITS, shape.scale_groups)),
+                "kind": Out(CodeKind),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        codes = self.codes
+        lines = [Signal(LINE_BITS, name=f"line_{of}", reset_less=True) for of in "kv"]
+        rows = [Signal(SCALE_ROW_BITS, name=f"row_{of}", reset_less=True) for of in "kv"]
+        for value, (line, row) in enumerate(zip(lines, rows, strict=True)):
+            with m.If(self.load & (self.load_value == value)):
+                m.d.sync += [line.eq(self.line), row.eq(self.row)]
+            with m.Elif(self.step & self.last & (self.value == value)):
+                m.d.sync += row.eq(row + 1)
+        line, row = (Mux(self.value, of[1], of[0]) for of in (lines, rows))
+
+        wide, power = wide_scale(codes.scale), is_scale(codes.scale, "e8m0")
+        scaled = self.step & codes.scale.any()
+        start = Signal(SCALE_ROW_BITS)
+        m.d.comb += start.eq(row << codes.scale_shift)
+        kinds = {
+            BF16: ~scaled | is_scale(codes.scale, "bf16") | power,
+            FP16: scaled & is_scale(codes.scale, "fp16"),
+            FP8_E4M3: scaled & is_scale(codes.scale, "e4m3"),
+        }
+        m.d.sync += [self.kind[form.name].eq(kinds[form]) for form in SCALE_KINDS]
+        for group in range(self.shape.scale_groups):
+            element = (self.number << exact_log2(self.shape.lanes)) + group * SCALE_LANES
+            at = Signal(SCALE_ROW_BITS, name=f"at_{group}")
+            word = Signal(CODE_BITS, name=f"word_{group}")
+            byte = Signal(8, name=f"byte_{group}")
+            m.d.comb += [
+                at.eq(start + (block_number(element, codes.block) << wide)),
+                word.eq(line.word_select(at[1:], CODE_BITS)),
+                byte.eq(word.word_select(at[0] & ~wide, 8)),
+            ]
+            subnormal = (byte == 0) | byte.all()  # 2^-127 is one of bf16's; the other is NaN
+            as_bf16 = Cat(Const(0, 6), subnormal, byte, Const(0, 1))
+            m.d.sync += self.scales[group].eq(
+                Mux(scaled, Mux(power, as_bf16, Mux(wide, word, byte)), Const(ONE, CODE_BITS))
+            )
+        return m
