@@ -6,15 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
 
-from nearkv_hw.abi.formats import ELEMENT_FORMATS, SCALE_BLOCKS, SCALE_FORMATS, Format
+from nearkv_hw.abi.formats import ELEMENT_FORMATS, SCALE_BLOCKS, SCALE_FORMATS, SCALED_BITS, Format
 from nearkv_hw.abi.lines import LINE_BYTES, lines_of
 from nearkv_hw.abi.rows import Stored
 
 from nearkv.arguments import one_of
 from nearkv.errors import ArgumentError
-
-SCALED_BITS = 8
-"""Formats of at most this many bits may carry scales."""
 
 
 class Rule(Enum):

@@ -14,14 +14,12 @@ from nearkv_hw.abi.formats import (
     ROW_FORMATS,
     SCALE_BLOCKS,
     SCALE_FORMATS,
+    SCALED_BITS,
     Format,
 )
 from torch import Tensor
 
 from nearkv.reference.elements import VALUE_FORMATS, Elements, decode, scaled
-
-SCALED_BITS = 8
-"""Formats of at most this many bits may carry scales."""
 
 Value = TypeVar("Value", int, str)
 Blocks = int | tuple[int | None, int | None] | None

@@ -114,6 +114,8 @@ SCALE_FORMATS: dict[str, Format] = {
 }
 """Scale formats by the names that users write; `SCALE_CODES` numbers them."""
 SCALE_CODES: dict[str, int] = {"bf16": 0, "fp16": 1, "e4m3": 2, "e8m0": 3}
+SCALED_BITS = 8
+"""Formats of at most this many bits may carry scales."""
 SCALE_BLOCKS: tuple[int, ...] = (16, 32, 64, 128)
 """Elements that may share one scale; a whole row is the fifth choice."""
 

@@ -64,8 +64,8 @@ class Scales(wiring.Component):
     Members
     -------
     load, load_value, line, row : In : a line of scales of K or of V; which of its rows comes next.
-    step, value, number, last, codes : In : a step is taken: of V or K, its number in the row, whether it is the
-        row's last one, how the rows are stored. Without `step`, or without scales, all scales are one.
+    step, value, number, last, codes : In : a step is taken: of V or K, its number in the row, whether it is
+        the row's last one, how the rows are stored. Without `step`, or without scales, all scales are one.
     scales, kind : Out : scales of every `SCALE_LANES` lanes, and what they are, `latency_cycles` later.
     """
 

@@ -4,8 +4,8 @@ Rows come in blocks of at most BLOCK_ROWS of one page. K blocks run ahead of V b
 store has slots for their rows, so that weights are there when V comes. Once it is full, V goes on until
 V_TURN_ROWS of its slots are free: every change between K and V may be one of rows in a bank of the memory.
 Blocks follow each other across pages and passes. A line of scales comes before the first of the rows that it
-is for; a block that goes on in the middle of one finds it still there. K of a pass whose queries are still being
-loaded stands back while there is V.
+is for; a block that goes on in the middle of one finds it still there. K of a pass whose queries are still
+being loaded stands back while there is V.
 """
 
 from amaranth.hdl import Cat, Module, Mux, Signal

@@ -1,13 +1,16 @@
 """The check of everything that a descriptor's own line tells."""
 
-from amaranth.hdl import Cat, Const, Module, Signal
+from amaranth.hdl import Cat, Const, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from ..abi.config import Feature
 from ..abi.descriptor import (
     ATTEND,
     CLAIM,
     DESCRIPTOR_VERSION,
+    EXTENSION,
+    FLAG_EXTENDED,
     FLAG_SINKS,
     MAX_GROUP,
     MAX_HEAD_DIM,
@@ -18,12 +21,15 @@ from ..abi.descriptor import (
     Opcode,
     Status,
 )
-from ..abi.formats import QUERY_FORMATS, OutputForm
-from ..abi.lines import LINE_SHIFT
+from ..abi.formats import ELEMENT_FORMATS, QUERY_FORMATS, SCALED_BITS, OutputForm
+from ..abi.lines import LINE_BITS, LINE_SHIFT
+from ..abi.rows import BLOCK_CODES, SCALES_BY_CODE
 from ..interfaces import LINE_ADDRESS_BITS
 from ..structs import layout_of
 from .records import Checked, Posted, WalkRead
 
+FEATURES = Feature.NARROW | Feature.SCALES
+"""What a device with attention units has."""
 _EXPONENT = slice(23, 31)  # of a float32
 
 
@@ -70,15 +76,21 @@ class Check(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         attend = data.View(layout_of(ATTEND), self.i.payload.line)
+        extended = Signal()
+        more = Signal(layout_of(EXTENSION))  # zero without an extension
+        m.d.comb += [
+            extended.eq((attend.flags & FLAG_EXTENDED) != 0),
+            more.eq(Mux(extended, self.i.payload.extension, 0)),
+        ]
         claim = data.View(layout_of(CLAIM), self.i.payload.line)
         is_attend = attend.opcode == Opcode.ATTEND
         faults = {  # in the order in which they are reported
             Status.BAD_VERSION: attend.version != DESCRIPTOR_VERSION,
             Status.BAD_OPCODE: ~_among(attend.opcode, Opcode),
-            Status.BAD_FLAGS: self._bad_flags(attend),
+            Status.BAD_FLAGS: self._bad_flags(attend, more),
             Status.NO_UNITS: is_attend if self.units == 0 else Const(0),
             Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend),
-            Status.BAD_FORMAT: is_attend & _bad_format(attend),
+            Status.BAD_FORMAT: is_attend & _bad_format(attend, more),
             Status.BAD_FACTOR: is_attend & attend.score_factor[_EXPONENT].all(),
             Status.BAD_ADDRESS: is_attend & self._bad_address(attend),
         }
@@ -123,6 +135,8 @@ class Check(wiring.Component):
             *("k_format", "v_format", "query_format", "kv_head"),
         ):
             m.d.comb += job[name].eq(attend[name])
+        for name in ("k_scale", "v_scale", "k_block", "v_block"):
+            m.d.comb += job[name].eq(more[name])
 
         with m.FSM():
             with m.State("TEST"):
@@ -158,16 +172,21 @@ class Check(wiring.Component):
                     m.next = "TEST"
         return m
 
-    def _bad_flags(self, attend):
-        """A flag that the opcode has not, or a reserved field that is not zero."""
+    def _bad_flags(self, attend, more):
+        """A flag that opcode or device has not, or a field without meaning that is not zero."""
         line = self.i.payload.line
-        allowed = (attend.opcode == Opcode.ATTEND) & (attend.flags == FLAG_SINKS)
+        known = FLAG_SINKS | FLAG_EXTENDED
+        allowed = (attend.opcode == Opcode.ATTEND) & ((attend.flags & ~known) == 0)
         reserved = (
             ((attend.opcode == Opcode.NOP) & (line & NOP.reserved_mask()).any())
             | ((attend.opcode == Opcode.CLAIM_EXTENTS) & (line & CLAIM.reserved_mask()).any())
             | (
                 (attend.opcode == Opcode.ATTEND)
-                & ((line & ATTEND.reserved_mask()).any() | attend.output_scale.any())
+                & (
+                    (line & ATTEND.reserved_mask()).any()
+                    | attend.output_scale.any()
+                    | (more.as_value() & _EXTENSION_NOT_HAD).any()
+                )
             )
         )
         return (attend.flags.any() & ~allowed) | reserved
@@ -205,11 +224,27 @@ def _bad_geometry(attend):
     ).any()
 
 
-def _bad_format(attend):
-    codes = [f.code for f in QUERY_FORMATS.values()]  # version 1: rows have the formats of queries
-    return Cat(
-        ~_among(attend.k_format, codes),
-        ~_among(attend.v_format, codes),
-        ~_among(attend.query_format, codes),
+def _bad_format(attend, more):
+    whole = [form.code for form in ELEMENT_FORMATS.values() if form.bits > SCALED_BITS]
+    wrong = [
+        ~_among(attend.query_format, [form.code for form in QUERY_FORMATS.values()]),
         ~_among(attend.output_form, OutputForm),
-    ).any()
+    ]
+    for rows in ("k", "v"):
+        form, scale, block = attend[f"{rows}_format"], more[f"{rows}_scale"], more[f"{rows}_block"]
+        wrong += [
+            ~_among(form, [form.code for form in ELEMENT_FORMATS.values()]),
+            ~_among(scale, [0, *SCALES_BY_CODE]),
+            ~_among(block, BLOCK_CODES.values()),
+            scale.any() & _among(form, whole),
+            block.any() & ~scale.any(),
+            more[f"{rows}_pitch"].any(),
+        ]
+    return Cat(wrong).any()
+
+
+_ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
+_EXTENSION_NOT_HAD = ((1 << LINE_BITS) - 1) & ~sum(
+    ((1 << EXTENSION[name].width) - 1) << EXTENSION.offset(name) for name in _ROW_FIELDS
+)
+"""Bits of an extension that must be zero."""

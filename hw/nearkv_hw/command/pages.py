@@ -220,6 +220,7 @@ class PageFeed(wiring.Component):
         m.d.comb += [
             item.last.eq(token.end),
             item.page.eq(token.page),
+            item.row.eq(first_row),
             item.rows.eq(Mux(token.last, work.last_end, work.page_rows) - first_row),
             emits.eq(full & (token.end | (status == Status.OK))),
             room.eq(~Cat(blocked).any() & (~token.end | told)),
@@ -229,6 +230,8 @@ class PageFeed(wiring.Component):
         for line, offset in (
             (item.k_line, Mux(token.first, work.k_first, 0)),
             (item.v_line, Mux(token.first, work.v_first, work.v_offset)),
+            (item.k_scales, Mux(token.first, work.k_scales_first, work.k_scales)),
+            (item.v_scales, Mux(token.first, work.v_scales_first, work.v_scales)),
         ):
             m.d.comb += [
                 line[:_EXTENT_LINES_SHIFT].eq(within + offset),

@@ -76,7 +76,9 @@ class Passes(wiring.Component):
                     query_line.eq(plan.queries_line),
                     result_line.eq(plan.result_line),
                     work.eq(given),
+                    work.k_scales_first.eq(given.k_scales + given.k_scales_first),
                     work.v_first.eq(given.v_offset + given.v_first),
+                    work.v_scales_first.eq(given.v_scales + given.v_scales_first),
                 ]
                 with m.If(self.i.valid):
                     m.next = "ENTRIES"
@@ -90,7 +92,7 @@ class Passes(wiring.Component):
                 with m.If(self.o.ready):
                     m.d.sync += [
                         head.eq(head + heads),
-                        query_line.eq(query_line + (plan.k_lines << shift)),
+                        query_line.eq(query_line + (plan.query_lines << shift)),
                         result_line.eq(result_line + (plan.result_lines << shift)),
                     ]
                     m.next = "NEXT"
@@ -111,12 +113,16 @@ class Passes(wiring.Component):
         plan, out = self.i.payload, self.o.payload
         unit, result = out.unit, out.result
         lines_of_heads = Signal(8)
-        m.d.comb += lines_of_heads.eq(plan.k_lines * heads)
+        m.d.comb += lines_of_heads.eq(plan.query_lines * heads)
         for name in (
             "head_dim",
             "value_dim",
             "k_format",
             "v_format",
+            "k_scale",
+            "v_scale",
+            "k_block",
+            "v_block",
             "query_format",
             "score_factor",
             "sinks",

@@ -6,22 +6,40 @@ from amaranth.lib.wiring import In, Out
 
 from ..abi.descriptor import MAX_PAGE_ROWS_LOG2
 from ..abi.formats import OutputForm
-from ..abi.lines import LINE_BYTES
+from ..abi.lines import LINE_BYTES, LINE_SHIFT
 from ..abi.memory import ENTRIES_PER_LINE, ResultLayout
 from ..abi.numerics import MAX_ROWS
+from ..arithmetic.decode import code_width
 from ..common.buffer import Buffer
+from ..row_layout import lines_less_one, scale_shift
 from .records import Checked, Job, Plan, Planned
 
-_ELEMENT_BYTES = 2  # version 1 has bf16 and fp16
+_QUERY_BYTES = 2  # of an element
 _ENTRIES_SHIFT = ENTRIES_PER_LINE.bit_length() - 1
 
 _KEPT = sorted({name for name, _ in data.Layout.cast(Job)} & {name for name, _ in data.Layout.cast(Plan)})
 """What a plan has from its job as it is."""
+_ROWS = data.StructLayout(
+    {
+        "lines": 4,  # of a row's codes
+        "scaled": 1,
+        "shift": 3,  # log2 of the bytes of a row's scales
+    }
+)
+_AREAS = data.StructLayout(
+    {
+        "codes": 18,  # lines of a page
+        "scales": 18,
+        "codes_first": 18,  # lines before those of the first visible row
+        "scales_first": 18,
+    }
+)
 _MEASURED = data.StructLayout(
     {
         "checked": Checked,
-        "k_lines": 4,
-        "v_lines": 4,
+        "query_lines": 4,
+        "k": _ROWS,
+        "v": _ROWS,
         "result_lines": 8,
         "last_row": 32,
         "first_page": 32,
@@ -30,22 +48,24 @@ _MEASURED = data.StructLayout(
         "empty": 1,
     }
 )
-"""A descriptor half worked out."""
+"""A descriptor's rows worked out."""
+_DIVIDED = data.StructLayout({"measured": _MEASURED, "k": _AREAS, "v": _AREAS})
+"""And its pages."""
 
 
 class Planner(wiring.Component):
-    """Works out where a job's rows, entries and results lie, in two stages.
+    """Works out where a job's rows, entries and results lie, in three stages.
 
     Members
     -------
     i : In(stream(Checked)) : descriptors, whatever they ask for.
     o : Out(stream(Planned)) : the same; `entry_lines` is left for the one who knows the table, and
-        `work.v_first` counts from the first V row.
+        of `work` what is of the first visible row counts from the page's first row.
 
-    Latency is 2 cycles, throughput one descriptor per cycle; holds up to four.
+    Latency is 3 cycles, throughput one descriptor per cycle; holds up to six.
     """
 
-    latency_cycles = 2 * Buffer.latency_cycles
+    latency_cycles = 3 * Buffer.latency_cycles
 
     i: In(stream.Signature(Checked))
     o: Out(stream.Signature(Planned))
@@ -53,24 +73,22 @@ class Planner(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         m.submodules.measured = measured = Buffer(shape=_MEASURED)
+        m.submodules.divided = divided = Buffer(shape=_DIVIDED)
         m.submodules.planned = planned = Buffer(shape=Planned)
-        m.d.comb += [
-            measured.i.valid.eq(self.i.valid),
-            self.i.ready.eq(measured.i.ready),
-            planned.i.valid.eq(measured.o.valid),
-            measured.o.ready.eq(planned.i.ready),
-        ]
+        for source, target in ((self, measured), (measured.o, divided), (divided.o, planned)):
+            source = source.i if source is self else source
+            m.d.comb += [target.i.valid.eq(source.valid), source.ready.eq(target.i.ready)]
         wiring.connect(m, planned.o, wiring.flipped(self.o))
         self._measure(m, self.i.payload, measured.i.payload)
-        self._place(m, measured.o.payload, planned.i.payload)
+        self._divide(m, measured.o.payload, divided.i.payload)
+        self._place(m, divided.o.payload, planned.i.payload)
         return m
 
     def _measure(self, m, checked, out):
         job = checked.job
         m.d.comb += [
             out.checked.eq(checked),
-            out.k_lines.eq(_lines(job.head_dim, _ELEMENT_BYTES)),
-            out.v_lines.eq(_lines(job.value_dim, _ELEMENT_BYTES)),
+            out.query_lines.eq(_lines(job.head_dim, _QUERY_BYTES)),
             out.result_lines.eq(_result_lines(job)),
             out.last_row.eq(job.row_end - 1),
             out.first_page.eq(job.row_begin >> job.page_rows_log2),
@@ -78,11 +96,35 @@ class Planner(wiring.Component):
             out.bad_rows.eq((job.row_begin > job.row_end) | (job.row_end > MAX_ROWS)),
             out.empty.eq(job.row_begin == job.row_end),
         ]
+        for rows, dim in (("k", job.head_dim), ("v", job.value_dim)):
+            scale, block = job[f"{rows}_scale"], job[f"{rows}_block"]
+            m.d.comb += [
+                out[rows].lines.eq(lines_less_one(dim, code_width(job[f"{rows}_format"])) + 1),
+                out[rows].scaled.eq(scale.any()),
+                out[rows].shift.eq(scale_shift(dim, scale, block)),
+            ]
 
-    def _place(self, m, measured, out):
+    def _divide(self, m, measured, out):
+        """Lines of the areas of a page."""
+        m.d.comb += out.measured.eq(measured)
+        log2 = measured.checked.job.page_rows_log2
+        for rows in ("k", "v"):
+            given, areas = measured[rows], out[rows]
+            size_bytes = Signal(MAX_PAGE_ROWS_LOG2 + LINE_SHIFT + 1, name=f"{rows}_scale_bytes")
+            m.d.comb += [
+                size_bytes.eq(Mux(given.scaled, 1 << (log2 + given.shift), 0)),
+                areas.codes.eq(given.lines << log2),
+                areas.scales.eq((size_bytes >> LINE_SHIFT) + size_bytes[:LINE_SHIFT].any()),
+                areas.codes_first.eq(measured.begin * given.lines),
+                areas.scales_first.eq((measured.begin << given.shift) >> LINE_SHIFT),
+            ]
+
+    def _place(self, m, divided, out):
+        measured = divided.measured
         checked, job, plan = measured.checked, measured.checked.job, out.plan
         work, page_rows = plan.work, Signal(14)
         in_page = Cat(n < job.page_rows_log2 for n in range(MAX_PAGE_ROWS_LOG2))  # page_rows - 1, but fast
+        k_lines, v_lines = (divided[rows].codes + divided[rows].scales for rows in ("k", "v"))
         last_in_page = measured.last_row[:MAX_PAGE_ROWS_LOG2] & in_page
         m.d.comb += [
             page_rows.eq(1 << job.page_rows_log2),
@@ -91,7 +133,7 @@ class Planner(wiring.Component):
             out.last_page.eq(measured.last_row >> job.page_rows_log2),
             out.bad_rows.eq(measured.bad_rows),
             *(plan[name].eq(job[name]) for name in _KEPT),
-            plan.k_lines.eq(measured.k_lines),
+            plan.query_lines.eq(measured.query_lines),
             plan.result_lines.eq(measured.result_lines),
             plan.entry_base.eq(job.table_line + 1 + (measured.first_page >> _ENTRIES_SHIFT)),
             work.empty.eq(measured.empty),
@@ -100,10 +142,14 @@ class Planner(wiring.Component):
             work.first_begin.eq(measured.begin),
             work.last_end.eq(last_in_page + 1),
             work.page_rows.eq(page_rows),
-            work.page_lines.eq((measured.k_lines + measured.v_lines) << job.page_rows_log2),
-            work.v_offset.eq(measured.k_lines << job.page_rows_log2),
-            work.k_first.eq(measured.begin * measured.k_lines),
-            work.v_first.eq(measured.begin * measured.v_lines),
+            work.page_lines.eq(k_lines + v_lines),
+            work.k_scales.eq(divided.k.codes),
+            work.v_offset.eq(k_lines),
+            work.v_scales.eq(k_lines + divided.v.codes),
+            work.k_first.eq(divided.k.codes_first),
+            work.k_scales_first.eq(divided.k.scales_first),
+            work.v_first.eq(divided.v.codes_first),
+            work.v_scales_first.eq(divided.v.scales_first),
         ]
 
 

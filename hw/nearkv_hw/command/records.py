@@ -22,6 +22,7 @@ class Posted(data.Struct):
     """A descriptor as it was taken from its ring."""
 
     line: LINE_BITS
+    extension: LINE_BITS  # the slot's second line, which the descriptor may have
     tenant: TENANT_BITS
     index: 32  # descriptors of this ring before this one
     fetched: 32  # cycle in which it was taken
@@ -44,6 +45,10 @@ class Job(data.Struct):
     page_rows_log2: 4
     k_format: 4
     v_format: 4
+    k_scale: 3  # scales as descriptors have them, 0 for none
+    v_scale: 3
+    k_block: 3
+    v_block: 3
     query_format: 2
     form: OutputForm
     kv_head: 11
@@ -90,9 +95,13 @@ class PageWork(data.Struct):
     last_end: 14  # the row after the last visible one of the last page
     page_rows: 14
     page_lines: 18
+    k_scales: 17  # scales of a page's first K row, where rows have scales
     v_offset: 17  # first V row of a page
+    v_scales: 18
     k_first: 17  # first visible K row of the first page
+    k_scales_first: 18
     v_first: 18  # first visible V row of the first page
+    v_scales_first: 18
 
 
 class Plan(data.Struct):
@@ -109,10 +118,14 @@ class Plan(data.Struct):
     head_dim: 10
     value_dim: 10
     group: 8
-    k_lines: 4  # lines of a K row and of a query
+    query_lines: 4  # lines of a query
     result_lines: 8  # lines of one query head's result
     k_format: 4
     v_format: 4
+    k_scale: 3
+    v_scale: 3
+    k_block: 3
+    v_block: 3
     query_format: 2
     form: OutputForm
     sinks: 1

@@ -27,6 +27,7 @@ from ..abi.window import (
 )
 from ..interfaces import TENANT_BITS
 from ..structs import layout_of
+from .check import FEATURES
 
 REGISTER_BITS = 6
 """Register lines that can be told apart: the last slice's counters are below 64."""
@@ -112,7 +113,7 @@ def identity_values(config):
     given = {
         "magic": MAGIC,
         "abi_version": ABI_VERSION,
-        "features": 0,
+        "features": FEATURES if config.units else 0,
         "contract_version": CONTRACT_VERSION,
         "aperture": 0,
         "extent_shift": EXTENT_SHIFT,

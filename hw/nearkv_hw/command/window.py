@@ -30,13 +30,14 @@ _WINDOW_LINES = WINDOW_BYTES // LINE_BYTES
 _DOORBELL_BYTES = DOORBELL["tail"].width // 8
 
 
-class Part(enum.Enum, shape=2):
+class Part(enum.Enum, shape=3):
     """Which part of the window a read is answered from."""
 
     REGISTERS = 0
     DESCRIPTORS = 1
-    COMPLETIONS = 2
-    NOTHING = 3
+    EXTENSIONS = 2
+    COMPLETIONS = 3
+    NOTHING = 4
 
 
 class CommandWindow(wiring.Component):
@@ -58,10 +59,10 @@ class CommandWindow(wiring.Component):
     channels, memories, queues : In(CHANNEL_COUNTERS | MEMORY_COUNTERS | QUEUE_COUNTERS).array(slices) : those
         of the slices of memory.
 
-    A descriptor slot is written with byte enables; its second line is not kept, as version 1 has no use for
-    it. A poisoned write fills the line with zeros, which is no good descriptor. A doorbell is refused and
-    counted as an error when it is poisoned, partly disabled, goes back, or names more descriptors than the
-    ring holds. Completion records and registers cannot be written; what lies between the parts reads as zero.
+    A descriptor slot is written with byte enables. A poisoned write fills a slot's first line with zeros and
+    its second with ones, neither of which is good. A doorbell is refused and counted as an error when it is
+    poisoned, partly disabled, goes back, or names more descriptors than the ring holds. Completion records
+    and registers cannot be written; what lies between the parts reads as zero.
 
     One access in two cycles, answered one cycle after it was taken; a descriptor is posted
     `post_latency_cycles` after its doorbell at the earliest, one in two cycles.
@@ -134,25 +135,20 @@ class CommandWindow(wiring.Component):
         request, response = self.host.request, self.host.response
         access = request.payload
         line = access.line[: ceil_log2(_WINDOW_LINES)]
-        m.submodules.descriptor_ring = self._descriptor_ring = ring = memory.Memory(
-            shape=LINE_BITS, depth=self._slots, init=[]
-        )
+        slot_lines = DESCRIPTOR_BYTES // LINE_BYTES
+        self._descriptor_rings = [
+            memory.Memory(shape=LINE_BITS, depth=self._slots, init=[]) for _ in range(slot_lines)
+        ]
         m.submodules.completion_ring = self._completion_ring = records = memory.Memory(
             shape=LINE_BITS, depth=self._slots, init=[]
         )
-        ring_write, ring_read, records_read = (
-            ring.write_port(granularity=8),
-            ring.read_port(),
-            records.read_port(),
-        )
+        records_read = records.read_port()
 
-        slot_lines = DESCRIPTOR_BYTES // LINE_BYTES
         descriptor = line - DESCRIPTORS_OFFSET // LINE_BYTES
         record = line - COMPLETIONS_OFFSET // LINE_BYTES
         in_registers = _within(line, REGISTERS_OFFSET // LINE_BYTES, 1 << REGISTER_BITS)
         in_descriptors = _within(line, DESCRIPTORS_OFFSET // LINE_BYTES, slot_lines * self.config.ring_slots)
         in_records = _within(line, COMPLETIONS_OFFSET // COMPLETION_BYTES, self.config.ring_slots)
-        first_line = descriptor[: ceil_log2(slot_lines)] == 0
 
         busy, take, write = Signal(), Signal(), Signal()
         part = Signal(Part)
@@ -164,23 +160,30 @@ class CommandWindow(wiring.Component):
             registers.read.eq(take),
             registers.line.eq(line),
             registers.aperture.eq(access.tenant),
-            ring_write.addr.eq(self._slot(access.tenant, descriptor >> ceil_log2(slot_lines))),
-            ring_write.data.eq(Mux(access.poison, 0, access.data)),
-            ring_write.en.eq(
-                Mux(write & in_descriptors & first_line, access.enable | access.poison.replicate(64), 0)
-            ),
-            ring_read.en.eq(take),
-            ring_read.addr.eq(ring_write.addr),
             records_read.en.eq(take),
             records_read.addr.eq(self._slot(access.tenant, record)),
             response.valid.eq(busy),
             response.payload.id.eq(request_id),
             response.payload.write.eq(is_write),
         ]
+        shown = []
+        for number, ring in enumerate(self._descriptor_rings):
+            m.submodules[f"descriptor_ring_{number}"] = ring
+            ring_write, ring_read = ring.write_port(granularity=8), ring.read_port()
+            here = write & in_descriptors & (descriptor[: ceil_log2(slot_lines)] == number)
+            m.d.comb += [
+                ring_write.addr.eq(self._slot(access.tenant, descriptor >> ceil_log2(slot_lines))),
+                ring_write.data.eq(Mux(access.poison, (1 << LINE_BITS) - 1 if number else 0, access.data)),
+                ring_write.en.eq(Mux(here, access.enable | access.poison.replicate(64), 0)),
+                ring_read.en.eq(take),
+                ring_read.addr.eq(ring_write.addr),
+            ]
+            shown.append(ring_read.data)
         with m.Switch(part):
             for source, value in (
                 (Part.REGISTERS, registers.data),
-                (Part.DESCRIPTORS, ring_read.data),
+                (Part.DESCRIPTORS, shown[0]),
+                (Part.EXTENSIONS, shown[1]),
                 (Part.COMPLETIONS, records_read.data),
             ):
                 with m.Case(source):
@@ -195,8 +198,9 @@ class CommandWindow(wiring.Component):
             with m.If(~access.write):
                 with m.If(in_registers):
                     m.d.sync += part.eq(Part.REGISTERS)
-                with m.If(in_descriptors & first_line):
-                    m.d.sync += part.eq(Part.DESCRIPTORS)
+                with m.If(in_descriptors):
+                    second = descriptor[: ceil_log2(slot_lines)].any()
+                    m.d.sync += part.eq(Mux(second, Part.EXTENSIONS, Part.DESCRIPTORS))
                 with m.If(in_records & self._is_written(m, registers, access.tenant, record)):
                     m.d.sync += part.eq(Part.COMPLETIONS)
         with m.Elif(response.ready):
@@ -236,7 +240,7 @@ class CommandWindow(wiring.Component):
 
     def _post(self, m, registers, rung):
         """Takes descriptors from the rings, apertures in turn."""
-        port = self._descriptor_ring.read_port()
+        ports = [ring.read_port() for ring in self._descriptor_rings]
         apertures = self.config.apertures
         heads = [Signal(32, name=f"head{n}") for n in range(apertures)]
         waiting = Signal(apertures)
@@ -255,12 +259,13 @@ class CommandWindow(wiring.Component):
                         with m.If(waiting[candidate]):
                             m.d.comb += [chosen.eq(candidate), index.eq(heads[candidate])]
         m.d.comb += [
-            port.addr.eq(self._slot(chosen, index)),
-            out.payload.line.eq(port.data),
+            *(port.addr.eq(self._slot(chosen, index)) for port in ports),
+            out.payload.line.eq(ports[0].data),
+            out.payload.extension.eq(ports[1].data),
         ]
         with m.FSM():
             with m.State("CHOOSE"):
-                m.d.comb += port.en.eq(waiting.any())
+                m.d.comb += [port.en.eq(waiting.any()) for port in ports]
                 m.d.sync += [out.payload.tenant.eq(chosen), out.payload.index.eq(index)]
                 m.d.sync += out.payload.fetched.eq(self.cycles)
                 with m.If(waiting.any()):
@@ -270,7 +275,7 @@ class CommandWindow(wiring.Component):
                             m.d.sync += head.eq(head + 1)
                     m.next = "POST"
             with m.State("POST"):
-                m.d.comb += [port.en.eq(0), out.valid.eq(1)]  # the line read stays
+                m.d.comb += [*(port.en.eq(0) for port in ports), out.valid.eq(1)]  # the lines read stay
                 with m.If(out.ready):
                     m.next = "CHOOSE"
 

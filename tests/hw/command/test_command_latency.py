@@ -97,9 +97,9 @@ def test_planner():
     assert seen["o"] == [cycle + Planner.latency_cycles for cycle in range(10)]
 
 
-def test_planner_holds_four():
+def test_planner_holds_six():
     seen = transfers(Planner(), {"i": [pack(Checked, {"attends": 1})] * 10}, [])
-    assert len(seen["i"]) == 4
+    assert len(seen["i"]) == 6
 
 
 def test_admit():
@@ -113,7 +113,7 @@ def test_admit():
 
 
 def test_passes():
-    plans = [pack(Plan, {"group": 12, "k_lines": 1, "result_lines": 2})] * 2
+    plans = [pack(Plan, {"group": 12, "query_lines": 1, "result_lines": 2})] * 2
     seen = transfers(Passes(queries=4), {"i": plans}, ["o"])
     assert seen["o"][:3] == [Passes.latency_cycles + n * Passes.interval_cycles for n in range(3)]
     assert seen["o"][3] - seen["i"][0] == 1 + Passes.latency_cycles

@@ -7,9 +7,17 @@ import cocotb
 import pytest
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi import Opcode, configure
-from nearkv_hw.abi.descriptor import ATTEND, CLAIM, DESCRIPTOR_VERSION, FLAG_SINKS
-from nearkv_hw.abi.memory import ENTRY, LAYOUT_VERSION, TABLE, TABLE_MAGIC, table_entry_lines
+from nearkv_hw.abi.descriptor import (
+    ATTEND,
+    CLAIM,
+    DESCRIPTOR_VERSION,
+    EXTENSION,
+    FLAG_EXTENDED,
+    FLAG_SINKS,
+)
+from nearkv_hw.abi.memory import ENTRY, LAYOUT_VERSION, TABLE, TABLE_MAGIC, RowLayout, table_entry_lines
 from nearkv_hw.abi.numerics import MAX_ROWS
+from nearkv_hw.abi.rows import Stored
 from nearkv_hw.command.cache import LineCache
 from nearkv_hw.command.check import Check
 from nearkv_hw.command.records import Outcome, Posted, Ticket
@@ -188,16 +196,23 @@ def random_job(memory, config, rng, tenant):
     memory.lines[table] = TABLE.pack(
         magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=heads, entries=entries, committed_rows=rows
     )
-    page_lines = (-(-head_dim // 32) + -(-value_dim // 32)) << log2
+    how = {
+        rows: {"element": rng.choice([0, 1, *range(7)]), "scale": 0, "block": 0, "pitch": 0} for rows in "kv"
+    }
+    for own in how.values():
+        if own["element"] > 1 and rng.random() < 0.7:
+            own |= {"scale": rng.randint(1, 4), "block": rng.randrange(5)}
+    layout = RowLayout(head_dim, value_dim, 1 << log2, *(Stored.of(**own) for own in how.values()))
+    extended = any(own["scale"] for own in how.values()) or rng.random() < 0.2
     for n in range(entry_lines * 8):
-        line = owned_line(memory, tenant, rng, page_lines)
+        line = owned_line(memory, tenant, rng, layout.page_lines)
         put_entry(memory, table + 1 + kv_head * entry_lines, n, ENTRY.pack(valid=1, line=line))
     for line in (*range(queries, queries + group * 8), *range(sinks, sinks + 8)):
         memory.lines[line] = rng.getrandbits(512)
     return {
         "version": DESCRIPTOR_VERSION,
         "opcode": int(Opcode.ATTEND),
-        "flags": rng.choice([0, FLAG_SINKS]),
+        "flags": rng.choice([0, FLAG_SINKS]) | (FLAG_EXTENDED if extended else 0),
         "tag": rng.getrandbits(32),
         "table": table * 64,
         "queries": queries * 64,
@@ -211,11 +226,14 @@ def random_job(memory, config, rng, tenant):
         "group": group,
         "query_rows": 1,
         "page_rows_log2": log2,
-        "k_format": rng.randrange(2),
-        "v_format": rng.randrange(2),
+        "k_format": how["k"]["element"],
+        "v_format": how["v"]["element"],
         "query_format": rng.randrange(2),
         "output_form": rng.randrange(4),
         "kv_head": kv_head,
+        "extension": {
+            f"{rows}_{what}": own[what] for rows, own in how.items() for what in ("scale", "block", "pitch")
+        },
     }
 
 
@@ -242,13 +260,20 @@ def spoil(job, memory, rng, tenant):
     choices = [
         lambda: job.update(version=1),
         lambda: job.update(opcode=rng.randint(3, 255)),
-        lambda: job.update(flags=1 << rng.choice([0, 2, 15])),
+        lambda: job.update(flags=1 << rng.choice([2, 15])),
+        lambda: extend(job, options=1 << rng.randrange(16)),
+        lambda: extend(job, **{rng.choice(["softcap", "window", "tree", "reserved_tree"]): 1}),
+        lambda: extend(job, **{rng.choice(["k_scale", "v_scale"]): rng.randint(5, 7)}),
+        lambda: extend(job, **{rng.choice(["k_block", "v_block"]): rng.randint(5, 7)}),
+        lambda: extend(job, **{rng.choice(["k_pitch", "v_pitch"]): rng.randint(1, 2)}),
+        lambda: extend(job, k_scale=1, k_block=0) or job.update(k_format=rng.randrange(2)),
+        lambda: extend(job, v_scale=0, v_block=1),
         lambda: job.update(output_scale=1 << rng.randrange(32)),
         lambda: job.update({rng.choice(["head_dim", "value_dim"]): rng.choice([0, 257, 1023])}),
         lambda: job.update(group=rng.choice([0, 129, 255])),
         lambda: job.update(query_rows=rng.choice([0, 2])),
         lambda: job.update(page_rows_log2=rng.choice([0, 1, 14, 15])),
-        lambda: job.update({rng.choice(["k_format", "v_format"]): rng.randint(2, 15)}),
+        lambda: job.update({rng.choice(["k_format", "v_format"]): rng.randint(7, 15)}),
         lambda: job.update({rng.choice(["query_format"]): rng.randint(2, 3)}),
         lambda: job.update(output_form=rng.randint(4, 7)),
         lambda: job.update(score_factor=0x7F800000 | rng.getrandbits(23) | rng.getrandbits(1) << 31),
@@ -278,6 +303,11 @@ def spoil(job, memory, rng, tenant):
     rng.choice(choices)()
 
 
+def extend(job, **fields):
+    job["flags"] |= FLAG_EXTENDED
+    job["extension"].update(fields)
+
+
 def random_descriptors(memory, config, rng, count):
     """Posted descriptors of two tenants: good jobs, spoilt jobs, claims, fences and noise."""
     posted = []
@@ -288,7 +318,7 @@ def random_descriptors(memory, config, rng, count):
             job = random_job(memory, config, rng, tenant)
             if kind == "spoilt":
                 spoil(job, memory, rng, tenant)
-            line = ATTEND.pack(job)
+            lines = lines_of(job, rng)
         elif kind == "claim":
             line = CLAIM.pack(
                 version=DESCRIPTOR_VERSION,
@@ -302,8 +332,20 @@ def random_descriptors(memory, config, rng, count):
             line = 1 | rng.choice([0, 0, 1 << 300]) | index << 32
         else:
             line = rng.getrandbits(512) & ~0xFFFF | 1 | rng.randrange(3) << 8
-        posted.append({"tenant": tenant, "index": index, "fetched": rng.getrandbits(32), "line": line})
+        if kind not in ("job", "spoilt"):
+            lines = {"line": line, "extension": rng.getrandbits(512)}
+        posted.append({"tenant": tenant, "index": index, "fetched": rng.getrandbits(32), **lines})
     return posted
+
+
+def lines_of(job, rng):
+    """A job's two lines; the second is anything where the first does not say that it is there."""
+    line = ATTEND.pack({name: value for name, value in job.items() if name != "extension"})
+    extended = job["flags"] & FLAG_EXTENDED
+    return {
+        "line": line,
+        "extension": EXTENSION.pack(job["extension"]) if extended else rng.getrandbits(512),
+    }
 
 
 @cocotb.test()
@@ -334,7 +376,7 @@ async def sends_one_page_per_cycle(dut):
     )
     for n in range(entries):
         put_entry(memory, table + 1, n, ENTRY.pack(valid=1, line=n * EXTENT_LINES % (CAPACITY_BYTES // 64)))
-    await bench.check([{"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}])
+    await bench.check([{"tenant": 0, "index": 0, "fetched": 0, **lines_of(job, rng)}])
     taken = sorted(cycle for sink in bench.pages for cycle in sink.cycles)
     assert taken[-1] - taken[0] <= entries + 2, taken
 
@@ -383,7 +425,7 @@ async def first_page_comes_soon(dut):
     job = small_job(memory, bench.config, rng, entries=4, committed_rows=16)
     for n in range(4):
         put_entry(memory, 1, n, ENTRY.pack(valid=1, line=n * EXTENT_LINES))
-    posted = {"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}
+    posted = {"tenant": 0, "index": 0, "fetched": 0, **lines_of(job, rng)}
     await bench.check([posted])
     asked, answered = bench.requests.cycles, bench.responses.cycles
     served = answered[0] - asked[0] + answered[1] - asked[1]
@@ -404,7 +446,7 @@ async def sees_what_was_written(dut):
     bench, memory = await quiet_bench(dut, 10)
     rng = random("written")
     job = small_job(memory, bench.config, rng, entries=8, committed_rows=32)
-    posted = {"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}
+    posted = {"tenant": 0, "index": 0, "fetched": 0, **lines_of(job, rng)}
     for turn in range(40):
         line = rng.choice([0, 1])
         if line:
@@ -438,7 +480,7 @@ async def a_lying_table_ends_at_once(dut):
         job.update(group=3 * bench.config.queries)
         for n in range(bad_page):
             put_entry(memory, 1, n, ENTRY.pack(valid=1, line=n * 8))
-        posted = {"tenant": 0, "index": 0, "fetched": 0, "line": ATTEND.pack(job)}
+        posted = {"tenant": 0, "index": 0, "fetched": 0, **lines_of(job, rng)}
         await flush(dut)
         asked = len(bench.requests.cycles)
         sent = await bench.check([posted, posted])
@@ -458,7 +500,7 @@ async def claims_wait_for_what_is_before(dut):
     memory = Memory(config, owners=dict.fromkeys(range(config.extents - 1), 0))
     await start(dut)
     bench = Bench(dut, config, memory, idle=0, backpressure=0, latency_cycles=(5, 5))
-    job = ATTEND.pack(random_job(memory, config, rng, 0))
+    job = lines_of(random_job(memory, config, rng, 0), rng)
     claim = CLAIM.pack(
         version=DESCRIPTOR_VERSION,
         opcode=Opcode.CLAIM_EXTENTS,
@@ -466,7 +508,7 @@ async def claims_wait_for_what_is_before(dut):
         extent_count=1,
     )
     posted = {"tenant": 0, "index": 0, "fetched": 0}
-    bench.descriptors.send([{**posted, "line": line} for line in (job, claim, job)])
+    bench.descriptors.send([{**posted, **lines} for lines in (job, {"line": claim, "extension": 0}, job)])
     for tickets, asked in ((1, 0), (2, 2), (3, 2)):
         await cycles(dut, 1000)
         assert (len(bench.tickets.cycles), bench.owners_asked) == (tickets, asked)

@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 
 from nearkv_hw.abi import Opcode, OutputForm, Status
 from nearkv_hw.abi.config import EXTENT_BYTES
-from nearkv_hw.abi.descriptor import ATTEND, CLAIM, DESCRIPTOR_VERSION, FLAG_SINKS, NOP
+from nearkv_hw.abi.descriptor import (
+    ATTEND,
+    CLAIM,
+    DESCRIPTOR_VERSION,
+    EXTENSION,
+    FLAG_EXTENDED,
+    FLAG_SINKS,
+    NOP,
+)
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import (
     ENTRY,
@@ -16,6 +24,10 @@ from nearkv_hw.abi.memory import (
     table_entry_lines,
 )
 from nearkv_hw.abi.numerics import MAX_ROWS
+from nearkv_hw.abi.rows import Stored
+
+ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
+"""What the device has of an extension."""
 
 EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 NO_FAULT, DENIED, POISON, OUTSIDE = range(4)
@@ -62,11 +74,13 @@ class Reference:
         self.sent = Expected([[] for _ in units], [[] for _ in units], [[] for _ in units])
 
     def take(self, posted):
-        """One descriptor, as it is posted: tenant, index, fetched, line."""
+        """One descriptor, as it is posted: tenant, index, fetched, line, extension."""
         status, detail, passes = Status.OK, 0, 0
         line, tenant = posted["line"], posted["tenant"]
         head = ATTEND.unpack(line)
-        status = self.first_status(line, head)
+        more = EXTENSION.unpack(posted["extension"] if head["flags"] & FLAG_EXTENDED else 0)
+        status = self.first_status(line, head, more)
+        head |= {name: more[name] for name in ROW_FIELDS}
         if status is Status.OK and head["opcode"] == Opcode.CLAIM_EXTENTS:
             status, detail = self.claim(CLAIM.unpack(line), tenant)
         elif status is Status.OK and head["opcode"] == Opcode.ATTEND:
@@ -85,19 +99,21 @@ class Reference:
             }
         )
 
-    def first_status(self, line, head):
-        """What the descriptor's own line tells."""
+    def first_status(self, line, head, more):
+        """What the descriptor's own lines tell."""
         layouts = {Opcode.NOP: NOP, Opcode.ATTEND: ATTEND, Opcode.CLAIM_EXTENTS: CLAIM}
         if head["version"] != DESCRIPTOR_VERSION:
             return Status.BAD_VERSION
         if head["opcode"] not in list(Opcode):
             return Status.BAD_OPCODE
         attends = head["opcode"] == Opcode.ATTEND
-        if line & layouts[head["opcode"]].reserved_mask() or head["flags"] & ~(FLAG_SINKS if attends else 0):
+        if line & layouts[head["opcode"]].reserved_mask() or head["flags"] & ~(
+            FLAG_SINKS | FLAG_EXTENDED if attends else 0
+        ):
             return Status.BAD_FLAGS
         if not attends:
             return Status.OK
-        if head["output_scale"]:
+        if head["output_scale"] or any(more[name] for name in more if name not in ROW_FIELDS):
             return Status.BAD_FLAGS
         if not self.config.units:
             return Status.NO_UNITS
@@ -109,17 +125,27 @@ class Reference:
             and 2 <= head["page_rows_log2"] <= 13
         ):
             return Status.BAD_GEOMETRY
-        if (
-            any(head[name] > 1 for name in ("k_format", "v_format", "query_format"))
-            or head["output_form"] > 3
-        ):
+        if head["query_format"] > 1 or head["output_form"] > 3:
+            return Status.BAD_FORMAT
+        if not all(self.rows_are_good(head, more, rows) for rows in "kv"):
             return Status.BAD_FORMAT
         if head["score_factor"] & 0x7F800000 == 0x7F800000:
             return Status.BAD_FACTOR
-        names = ["table", "queries", "result"] + ["sinks"] * (head["flags"] == FLAG_SINKS)
+        names = ["table", "queries", "result", *["sinks"] * bool(head["flags"] & FLAG_SINKS)]
         if any(head[name] % 64 or head[name] >= self.config.capacity_bytes for name in names):
             return Status.BAD_ADDRESS
         return Status.OK
+
+    @staticmethod
+    def rows_are_good(head, more, rows):
+        """Whether K or V is stored in a way that the device has."""
+        form, scale, block, pitch = (
+            head[f"{rows}_format"],
+            *(more[f"{rows}_{what}"] for what in ("scale", "block", "pitch")),
+        )
+        if form > 6 or scale > 4 or block > 4 or pitch or (block and not scale):
+            return False
+        return not (scale and form < 2)
 
     def claim(self, claim, tenant):
         extents = range(claim["first_extent"], claim["first_extent"] + claim["extent_count"])
@@ -150,12 +176,13 @@ class Reference:
     def send_pass(self, job, table, tenant, first):
         sent, config = self.sent, self.config
         heads = min(config.queries, job["group"] - first)
-        sinks = job["flags"] == FLAG_SINKS
-        k_lines = -(-job["head_dim"] * 2 // 64)
+        sinks = bool(job["flags"] & FLAG_SINKS)
+        query_lines = -(-job["head_dim"] * 2 // 64)
         unit = {
             "tenant": tenant,
             "queries": heads,
             **{name: job[name] for name in ("head_dim", "value_dim", "k_format", "v_format", "query_format")},
+            **{f"{rows}_{what}": job[f"{rows}_{what}"] for rows in "kv" for what in ("scale", "block")},
             "score_factor": job["score_factor"],
         }
         for number, jobs in enumerate(sent.jobs):
@@ -171,7 +198,7 @@ class Reference:
                 "fault": 0,
             }
         )
-        self.send_queries(job, tenant, first, heads * k_lines, sinks)
+        self.send_queries(job, tenant, first, heads * query_lines, sinks)
         self.send_pages(job, table, tenant)
 
     def send_queries(self, job, tenant, first, count, sinks):
@@ -199,7 +226,13 @@ class Reference:
         if begin != end:
             pages = range(begin // page_rows, (end - 1) // page_rows + 1)
         first_entry = job["table"] // 64 + 1 + job["kv_head"] * table_entry_lines(table["entries"])
-        k_lines, v_lines = (-(-job[name] * 2 // 64) for name in ("head_dim", "value_dim"))
+        k, v = (
+            Stored.of(
+                element=job[f"{rows}_format"],
+                **{what: job[f"{rows}_{what}"] for what in ("scale", "block", "pitch")},
+            )
+            for rows in "kv"
+        )
         for page in pages:
             data, fault = self.memory.read(first_entry + page // 8, tenant)
             if fault:
@@ -207,19 +240,19 @@ class Reference:
                 break
             bits = data >> page % 8 * 64 & (1 << 64) - 1
             entry = ENTRY.unpack(bits)
-            lines = page_rows * (k_lines + v_lines)
+            layout = RowLayout(job["head_dim"], job["value_dim"], page_rows, k, v)
             if (
                 not entry["valid"]
                 or bits & ENTRY.reserved_mask()
                 or entry["line"] >= config.capacity_bytes // 64
-                or entry["line"] % EXTENT_LINES + lines > EXTENT_LINES
+                or entry["line"] % EXTENT_LINES + layout.page_lines > EXTENT_LINES
             ):
                 status, at = Status.BAD_PAGE, page
                 break
             extent, within = divmod(entry["line"], EXTENT_LINES)
             base = extent // config.slices * EXTENT_LINES + within
             rows = range(max(begin - page * page_rows, 0), min(end - page * page_rows, page_rows))
-            layout = RowLayout(job["head_dim"], job["value_dim"], page_rows)
+            k_scales, v_scales = (layout.areas[area] + rows[0] * layout.pitches[area] for area in (1, 3))
             self.sent.pages[extent % config.slices].append(
                 {
                     "last": 0,
@@ -227,6 +260,9 @@ class Reference:
                     "k_line": base + layout.k_offset(rows[0]) // 64,
                     "v_line": base + layout.v_offset(rows[0]) // 64,
                     "rows": len(rows),
+                    **({"k_scales": base + k_scales // 64} if job["k_scale"] else {}),
+                    **({"v_scales": base + v_scales // 64} if job["v_scale"] else {}),
+                    "row": rows[0] % 64,
                 }
             )
         for items in self.sent.pages:
