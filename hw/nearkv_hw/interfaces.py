@@ -105,6 +105,8 @@ class UnitJob(data.Struct):
     v_scale: 3
     k_block: 3  # what a scale is for
     v_block: 3
+    k_pitch: 2  # log2 of the rows that share a line
+    v_pitch: 2
     query_format: 2
     score_factor: 32
     sinks: 1  # this unit adds the sinks

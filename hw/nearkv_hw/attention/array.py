@@ -32,7 +32,7 @@ from ..interfaces import LanePartial
 from .cell import Cell
 from .dot import DotProducts
 from .lane_flags import LANE_FLAGS, LaneFlags
-from .shape import BANKS, PASSES, SCALE_LANES
+from .shape import BANKS, PASSES, SCALE_LANES, LineParts
 
 
 def array_operation(shape):
@@ -44,7 +44,10 @@ def array_operation(shape):
             "load": 1,  # the line is of a query: keep it
             "kind": CodeKind,  # what the line's codes are
             "width": CodeWidth,
-            "part": 2,  # of a line with codes for more than the lanes: which of its parts
+            "parts": LineParts,
+            "part": 2,  # which of them
+            "count": range(shape.lanes + 1),  # the first so many lanes have an element
+            "block": range(shape.wide),  # load: the lanes that the line is for
             "end": 1,  # the pass has no more K; with neither score, value nor load
             "number": range(PASSES),  # pass of the line
             "line": range(shape.row_lines),  # position in the row, in steps of the lanes
@@ -55,6 +58,7 @@ def array_operation(shape):
             "read_bank": range(BANKS),
             "read_query": range(shape.queries),
             "read_line": range(shape.row_lines),
+            "read_groups": range(shape.groups),  # beats that are read of it, less one
         }
     )
 
@@ -79,14 +83,14 @@ class Array(wiring.Component):
 
     Members
     -------
-    operation, line, present : In : what to do (`array_operation`), the line's codes, and which lanes count.
+    operation, line : In : what to do (`array_operation`), and the line.
     scales, scale_kind : In : scales of every `SCALE_LANES` lanes, `scale_cycles` after the operation.
     weights : In : the row's weights of every query, `weight_cycles` after a value operation.
     row_valid, row : Out : dot products of a row (`row_dots`), `row_cycles` after its last line; ends of
         passes in their place among the rows.
     read_valid, lanes_read : Out : sums and flags of the line that was read, `finish_lanes` lanes in a cycle:
-        the first `read_cycles` after the read, the others in the cycles after it. Reads come at least as many
-        cycles apart as a line has beats (`UnitShape.groups`).
+        the first `read_cycles` after the read, the others in the cycles after it. Reads come at least two
+        cycles apart, and as many as beats are read.
     """
 
     scale_cycles = 1
@@ -101,8 +105,7 @@ class Array(wiring.Component):
         super().__init__(
             {
                 "operation": In(array_operation(shape)),
-                "line": In(CODE_BITS * shape.lanes),
-                "present": In(shape.lanes),
+                "line": In(CODE_BITS * shape.line_lanes),
                 "scales": In(data.ArrayLayout(CODE_BITS, shape.scale_groups)),
                 "scale_kind": In(CodeKind),
                 "weights": In(data.ArrayLayout(Weight, shape.queries)),
@@ -120,12 +123,16 @@ class Array(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        lanes, queries = range(self.shape.lanes), range(self.shape.queries)
+        shape = self.shape
+        lanes, queries, blocks = range(shape.lanes), range(shape.queries), range(shape.wide)
         tree_cycles = DotProducts.tree_cycles_of(self.shape.lanes)
 
         codes = Signal(data.ArrayLayout(CODE_BITS, self.shape.lanes), reset_less=True)
         present = Signal(self.shape.lanes, reset_less=True)
-        m.d.sync += [*self._codes(m, codes), present.eq(self.present)]
+        m.d.sync += [
+            *self._codes(m, codes),
+            present.eq(Cat(lane < self.operation.count for lane in lanes)),
+        ]
         delays = _Delays(m, self.operation)
         at_line = delays.at(1)
         at_weight = delays.at(self.weight_cycles)
@@ -136,8 +143,10 @@ class Array(wiring.Component):
         at_row = delays.at(self.limb_cycles + tree_cycles)
         at_dot = delays.at(self.row_cycles)
         # registers of their own: an address goes to every lane's memories
-        top_address = delays.of(_state_address(delays.at(self.top_cycles - 1)), 1)
-        limb_address = delays.of(_state_address(delays.at(self.limb_cycles - 1)), 1)
+        top_address, limb_address = (
+            [delays.of(self._state_address(delays.at(cycles - 1), block), 1) for block in blocks]
+            for cycles in (self.top_cycles, self.limb_cycles)
+        )
 
         # decode
         scale_decoders = []
@@ -173,6 +182,7 @@ class Array(wiring.Component):
             element_now.infinite.eq(Cat(e.infinite for e in elements)),
             element_now.zero.eq(Cat(~e.element.significand[-1] & ~e.infinite for e in elements)),
         ]
+        counts = delays.of(present, self.element_cycles - 1)
 
         # signs, and what elements are that are no numbers: vectors over the lanes, for each query
         value_nan = delays.of(element_now.nan, self.top_cycles - self.element_cycles)
@@ -182,36 +192,46 @@ class Array(wiring.Component):
         value_negative = delays.of(
             element_now.infinite & element_now.negative, self.top_cycles - self.element_cycles
         )
-        query_address = Cat(at_element.line, _bank(at_element))
-        query_read = Cat(at_weight.line, _bank(at_weight))
+        query_address, query_read = (
+            [self._address(at.line, _bank(at), block) for block in blocks] for at in (at_element, at_weight)
+        )
         read_tops, read_highs, read_lows, read_flags = [], [], [], []
         for index in queries:
-            load = Signal(name=f"load_{index}")
-            m.d.comb += load.eq(at_element.load & (at_element.query == index))
-            m.submodules[f"specials_{index}"] = kept = memory.Memory(
-                shape=element, depth=self.shape.states, init=[]
-            )
-            kept_read, kept_write = kept.read_port(domain="comb"), kept.write_port()
-            m.d.comb += [
-                kept_read.addr.eq(query_address),
-                kept_write.addr.eq(query_address),
-                kept_write.data.eq(element_now),
-                kept_write.en.eq(load),
-            ]
-            query_now = kept_read.data
+            loads = Signal(shape.wide, name=f"load_{index}")
+            own = at_element.load & (at_element.query == index)
+            m.d.comb += loads.eq(Cat(own & (at_element.block == block) for block in blocks))
+            kept_blocks = []
+            for block in blocks:
+                m.submodules[f"specials_{index}_{block}"] = kept = memory.Memory(
+                    shape=_Specials(shape.line_lanes), depth=shape.states(block), init=[]
+                )
+                kept_read, kept_write = kept.read_port(domain="comb"), kept.write_port()
+                m.d.comb += [
+                    kept_read.addr.eq(query_address[block]),
+                    kept_write.addr.eq(query_address[block]),
+                    kept_write.en.eq(loads[block]),
+                ]
+                for name, _ in kept.shape:
+                    m.d.comb += kept_write.data[name].eq(element_now[name][: shape.line_lanes])
+                kept_blocks.append(kept_read.data)
+            query_now = Signal(element, name=f"query_specials_{index}")
+            for name, _ in element:
+                m.d.comb += query_now[name].eq(Cat(kept[name] for kept in kept_blocks))
             infinite = element_now.infinite | query_now.infinite
             opposite = element_now.negative ^ query_now.negative
             flags = Signal(3, reset_less=True, name=f"line_flags_{index}")
+            undefined = (
+                element_now.nan
+                | query_now.nan
+                | (element_now.infinite & query_now.zero)
+                | (element_now.zero & query_now.infinite)
+            )
+            # lanes that the row has nothing for may keep another query's elements
             m.d.sync += flags.eq(
                 Cat(
-                    (
-                        element_now.nan
-                        | query_now.nan
-                        | (element_now.infinite & query_now.zero)
-                        | (element_now.zero & query_now.infinite)
-                    ).any(),
-                    (infinite & ~opposite).any(),
-                    (infinite & opposite).any(),
+                    (undefined & counts).any(),
+                    (infinite & ~opposite & counts).any(),
+                    (infinite & opposite & counts).any(),
                 )
             )
             negative = delays.of(
@@ -232,45 +252,51 @@ class Array(wiring.Component):
             ]
 
             # the lanes
-            m.submodules[f"flags_{index}"] = lane_flags = LaneFlags(
-                lanes=self.shape.lanes, states=self.shape.states
-            )
-            m.d.comb += [
-                lane_flags.add.eq(at_top.value),
-                lane_flags.first.eq(at_top.first),
-                lane_flags.live.eq(live),
-                lane_flags.address.eq(top_address),
-                lane_flags.nan.eq(value_nan),
-                lane_flags.positive.eq(value_positive),
-                lane_flags.negative.eq(value_negative),
-            ]
-            for lane in lanes:
-                m.submodules[f"cell_{index}_{lane}"] = cell = Cell(
-                    query_states=self.shape.states, states=self.shape.states
+            flags_blocks = []
+            for block in blocks:
+                m.submodules[f"flags_{index}_{block}"] = lane_flags = LaneFlags(
+                    lanes=shape.line_lanes, states=shape.states(block)
                 )
+                own_lanes = slice(block * shape.line_lanes, (block + 1) * shape.line_lanes)
+                m.d.comb += [
+                    lane_flags.add.eq(at_top.value),
+                    lane_flags.first.eq(at_top.first),
+                    lane_flags.live.eq(live),
+                    lane_flags.address.eq(top_address[block]),
+                    lane_flags.nan.eq(value_nan[own_lanes]),
+                    lane_flags.positive.eq(value_positive[own_lanes]),
+                    lane_flags.negative.eq(value_negative[own_lanes]),
+                ]
+                flags_blocks.append(lane_flags)
+            for lane in lanes:
+                block, place = divmod(lane, shape.line_lanes)
+                states = shape.states(block)
+                m.submodules[f"cell_{index}_{lane}"] = cell = Cell(query_states=states, states=states)
                 m.d.comb += [
                     cell.value.eq(at_weight.value),
                     cell.weight.eq(self.weights[index]),
-                    cell.query_read.eq(query_read),
+                    cell.query_read.eq(query_read[block]),
                     cell.element.eq(elements[lane].element),
-                    cell.query_address.eq(query_address),
-                    cell.query_write.eq(load),
+                    cell.query.eq(elements[place].element),
+                    cell.query_address.eq(query_address[block]),
+                    cell.query_write.eq(loads[block]),
                     cell.add.eq(at_top.value),
                     cell.first.eq(at_top.first),
-                    cell.address.eq(top_address),
+                    cell.address.eq(top_address[block]),
                     dot.bins[lane].eq(cell.bins),
                     cell.select_value.eq(at_select.value),
                     cell.line_top.eq(dot.line_top),
                     dot.high[lane].eq(cell.high),
                     dot.low[lane].eq(cell.low),
                     cell.limb_add.eq(at_limb.value),
-                    cell.limb_address.eq(limb_address),
+                    cell.limb_address.eq(limb_address[block]),
                     cell.negative.eq(negative[lane]),
                 ]
                 read_tops.append(cell.held_top)
                 read_highs.append(cell.held_high)
                 read_lows.append(cell.held_low)
-                read_flags.append(Cat(getattr(lane_flags, f"held_{name}")[lane] for name in LANE_FLAGS))
+                lane_flags = flags_blocks[block]
+                read_flags.append(Cat(getattr(lane_flags, f"held_{name}")[place] for name in LANE_FLAGS))
         m.d.comb += [
             self.row_valid.eq((at_dot.score & at_dot.last) | at_dot.end),
             self.row.end.eq(at_dot.end),
@@ -281,26 +307,31 @@ class Array(wiring.Component):
 
     def _codes(self, m, codes):
         """Statements that give every lane its code of the line."""
-        operation, lanes = self.operation, self.shape.lanes
-        halves = [self.line[: 8 * lanes], self.line[8 * lanes :]]
-        quarters = [self.line[4 * lanes * n :][: 4 * lanes] for n in range(4)]
-        half, quarter = Signal(8 * lanes), Signal(4 * lanes)
-        m.d.comb += half.eq(Mux(operation.part[0], halves[1], halves[0]))
-        with m.Switch(operation.part):
-            for number, value in enumerate(quarters):
-                with m.Case(number):
-                    m.d.comb += quarter.eq(value)
-        for lane in range(lanes):
-            byte = half[8 * lane :][:8]
+        operation, bits = self.operation, len(self.line)
+        part = Signal(bits)
+        m.d.comb += part.eq(self.line)
+        for parts, count in ((LineParts.TWO, 2), (LineParts.FOUR, 4)):
+            with m.If(operation.parts == parts):
+                m.d.comb += part.eq(self.line.word_select(operation.part[: exact_log2(count)], bits // count))
+        for lane in range(self.shape.lanes):
             code = Signal(CODE_BITS, name=f"code_{lane}")
             with m.Switch(operation.width):
-                with m.Case(CodeWidth.WHOLE):
-                    m.d.comb += code.eq(self.line[CODE_BITS * lane :][:CODE_BITS])
-                with m.Case(CodeWidth.BYTE):
-                    m.d.comb += code.eq(Mux(operation.kind.fp16, byte << 8, byte))
-                with m.Case(CodeWidth.NIBBLE):
-                    m.d.comb += code.eq(quarter[4 * lane :][:4])
+                for width, size in ((CodeWidth.WHOLE, 16), (CodeWidth.BYTE, 8), (CodeWidth.NIBBLE, 4)):
+                    if size * (lane + 1) <= bits:
+                        own = part[size * lane :][:size]
+                        own = Mux(operation.kind.fp16, own << 8, own) if size == 8 else own
+                        with m.Case(width):
+                            m.d.comb += code.eq(own)
             yield codes[lane].eq(code)
+
+    def _address(self, line, bank, block):
+        """The address of a step in the memories of a block's lanes."""
+        return Cat(line[: exact_log2(self.shape.block_steps(block))], bank)
+
+    def _state_address(self, at, block):
+        """The address of sums: the step's, or in a read the one to read."""
+        own = self._address(at.line, _bank(at), block)
+        return Mux(at.value, own, self._address(at.read_line, at.read_bank, block))
 
     def _way_out(self, m, at_top, at_limb, tops, flags, highs, lows):
         """A line's sums are taken from all lanes of a query at once, and leave in groups of lanes."""
@@ -330,9 +361,10 @@ class Array(wiring.Component):
         lows = taken(at_limb, lows, signed(LIMB_BITS))
 
         group, leaves = Signal(range(groups)), Signal()
+        last = Signal.like(group)
         with m.If(at_limb.read):
-            m.d.sync += [group.eq(0), leaves.eq(1)]
-        with m.Elif(group == groups - 1):
+            m.d.sync += [group.eq(0), leaves.eq(1), last.eq(at_limb.read_groups)]
+        with m.Elif(group == last):
             m.d.sync += leaves.eq(0)
         with m.Else():
             m.d.sync += group.eq(group + leaves)
@@ -386,11 +418,6 @@ class _Delays:
             self._m.d.sync += delayed.eq(value)
             value = delayed
         return value
-
-
-def _state_address(at):
-    """The sum's address: the line's, or in a read the one to read."""
-    return Mux(at.value, Cat(at.line, _bank(at)), Cat(at.read_line, at.read_bank))
 
 
 def _bank(at):

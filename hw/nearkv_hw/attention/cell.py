@@ -40,8 +40,8 @@ class Cell(wiring.Component):
     Element stage:
 
     element : In(Element) : the decoded element.
-    query_write, query_address : In : keep the element, a bf16 or fp16 number, as that query element, a factor
-        from the next cycle on.
+    query : In(Element) : a query's element, which is a bf16 or fp16 number.
+    query_write, query_address : In : keep it as that query element, a factor from the next cycle on.
 
     Top stage, `top_cycles` after the element:
 
@@ -74,6 +74,7 @@ class Cell(wiring.Component):
                 "weight": In(Weight),
                 "query_read": In(range(query_states)),
                 "element": In(Element),
+                "query": In(Element),
                 "query_write": In(1),
                 "query_address": In(range(query_states)),
                 "add": In(1),
@@ -100,8 +101,8 @@ class Cell(wiring.Component):
         m.d.comb += [
             read.addr.eq(self.query_read),
             write.addr.eq(self.query_address),
-            write.data.significand.eq(self.element.significand[-CODE_SIGNIFICAND_BITS:]),
-            write.data.exponent.eq(self.element.exponent),
+            write.data.significand.eq(self.query.significand[-CODE_SIGNIFICAND_BITS:]),
+            write.data.exponent.eq(self.query.exponent),
             write.en.eq(self.query_write),
         ]
         m.submodules.product = product = Product()

@@ -11,7 +11,7 @@ from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth, code_kind, code_
 from ..arithmetic.scale import SCALE_KINDS
 from ..interfaces import SCALE_ROW_BITS
 from ..row_layout import block_number, is_scale, lines_less_one, scale_shift, wide_scale
-from .shape import SCALE_LANES
+from .shape import SCALE_LANES, LineParts
 
 ONE = 0x3F80
 """The scale of what has none, in bf16."""
@@ -23,9 +23,12 @@ def row_codes(shape):
         {
             "kind": CodeKind,
             "width": CodeWidth,
+            "pitch": 2,  # log2 of the rows that share a line
             "lines_last": range(shape.row_lines),  # last line of a row
-            "parts_last": 2,  # last part of that line
+            "parts": LineParts,  # steps of a line
+            "step_shift": 3,  # log2 of the elements of a step
             "steps_last": range(shape.row_lines),  # last step of a row
+            "count_last": range(shape.lanes + 1),  # elements of that step
             "scale": 3,  # as descriptors have it, 0 for none
             "block": 3,
             "scale_shift": 3,  # log2 of the bytes of a row's scales
@@ -33,21 +36,33 @@ def row_codes(shape):
     )
 
 
-def parts_of(width):
-    """Steps that a line of codes takes, less one."""
-    return Cat(width != CodeWidth.WHOLE, width == CodeWidth.NIBBLE)
+def parts_less_one(parts):
+    """Steps of a line, less one."""
+    return Cat(parts != LineParts.ONE, parts == LineParts.FOUR)
 
 
-def set_row_codes(shape, codes, *, dim, form, scale, block):
+def set_row_codes(shape, codes, *, dim, form, scale, block, pitch):
     """Statements that work `row_codes` out from what a job says."""
-    width, lane_shift = code_width(form), exact_log2(shape.lanes)
-    steps_last = (dim - 1) >> lane_shift
+    width, whole = code_width(form), exact_log2(shape.line_lanes)
+    line_shift = whole + width  # log2 of the elements of a line
+    row_shift = (line_shift - pitch)[:4]  # of those that a row has of it
+    most = exact_log2(shape.lanes)
+    step_shift = Mux(row_shift > most, most, row_shift)
+    shifts = range(whole - 2, most + 1)
+    lasts = {shift: (dim - 1)[: shift if shift else 1] if shift else Const(0) for shift in shifts}
+    steps_last, count_last = Const(0), Const(0)
+    for shift in shifts:
+        steps_last = Mux(step_shift == shift, (dim - 1)[shift:], steps_last)
+        count_last = Mux(step_shift == shift, lasts[shift] + 1, count_last)
     return [
         codes.kind.eq(code_kind(form)),
         codes.width.eq(width),
-        codes.lines_last.eq(lines_less_one(dim, width, CODE_BITS * shape.lanes)),
-        codes.parts_last.eq(steps_last[:2] & parts_of(width)),
+        codes.pitch.eq(pitch),
+        codes.lines_last.eq(lines_less_one(dim, width, CODE_BITS * shape.line_lanes)),
+        codes.parts.eq(line_shift - step_shift),
+        codes.step_shift.eq(step_shift),
         codes.steps_last.eq(steps_last),
+        codes.count_last.eq(count_last),
         codes.scale.eq(scale),
         codes.block.eq(block),
         codes.scale_shift.eq(scale_shift(dim, scale, block)),
@@ -112,7 +127,7 @@ class Scales(wiring.Component):
         }
         m.d.sync += [self.kind[form.name].eq(kinds[form]) for form in SCALE_KINDS]
         for group in range(self.shape.scale_groups):
-            element = (self.number << exact_log2(self.shape.lanes)) + group * SCALE_LANES
+            element = (self.number << codes.step_shift) + group * SCALE_LANES
             at = Signal(SCALE_ROW_BITS, name=f"at_{group}")
             word = Signal(CODE_BITS, name=f"word_{group}")
             byte = Signal(8, name=f"byte_{group}")

@@ -98,16 +98,22 @@ class Drain(wiring.Component):
             return chosen([getattr(record, name) for record in records], number)
 
         # places in the queue of beats are set aside before anything is read
-        m.submodules.beats = beats = Queue(shape=partial_beat(self.shape.finish_lanes), depth=BEATS)
-        wiring.connect(m, beats.o, wiring.flipped(self.partials))
         groups = self.shape.groups
-        promised = Signal(range(BEATS + 1))
+        depth = max(BEATS, 2 * groups)
+        m.submodules.beats = beats = Queue(shape=partial_beat(self.shape.finish_lanes), depth=depth)
+        wiring.connect(m, beats.o, wiring.flipped(self.partials))
+        promised = Signal(range(depth + 1))
+        groups_last = Signal(range(groups))  # beats of a step, less one
+        m.d.sync += groups_last.eq(((1 << now.v.step_shift) >> exact_log2(self.shape.finish_lanes)) - 1)
         line_asked, one_pushed, one_dropped, space = Signal(), Signal(), Signal(), Signal()
         m.d.sync += [
             promised.eq(
-                promised + Mux(line_asked, groups, one_pushed) - (beats.o.valid & beats.o.ready) - one_dropped
+                promised
+                + Mux(line_asked, groups_last + 1, one_pushed)
+                - (beats.o.valid & beats.o.ready)
+                - one_dropped
             ),
-            space.eq(promised <= BEATS - groups - 2),  # what was set aside in the last two cycles
+            space.eq(promised <= depth - groups - 2),  # what was set aside in the last two cycles
         ]
 
         # reads of lines, as far apart as their beats take
@@ -121,19 +127,21 @@ class Drain(wiring.Component):
             self.lane_reads.payload.bank.eq(number[: exact_log2(BANKS)]),
             self.lane_reads.payload.query.eq(query),
             self.lane_reads.payload.line.eq(line),
+            self.lane_reads.payload.groups.eq(groups_last),
             self.lane_reads.valid.eq(reading & space & (pace == 0)),
             line_asked.eq(self.lane_reads.valid & self.lane_reads.ready),
         ]
         with m.If(line_asked):
-            m.d.sync += pace.eq(groups - 1)
+            m.d.sync += pace.eq(Mux(groups_last == 0, 1, groups_last))
         with m.Elif(pace != 0):
             m.d.sync += pace.eq(pace - 1)
 
         # what comes of them; lanes beyond value_dim are dropped
-        beat = Signal(range(self.shape.row_lines * groups))
+        beat = Signal(range(self.shape.max_dim // self.shape.finish_lanes))
         last_beat = Signal.like(beat, reset_less=True)
         lines_left = Signal(range(self.shape.queries * self.shape.row_lines + 1))
-        group_last = beat[: exact_log2(groups)].all()
+        group, step = Signal(range(groups)), Signal(range(self.shape.row_lines))
+        group_last = group == groups_last
         kept = Signal()
         m.d.sync += last_beat.eq((now.value_dim - 1) >> exact_log2(self.shape.finish_lanes))
         m.d.comb += [
@@ -141,7 +149,11 @@ class Drain(wiring.Component):
             one_dropped.eq(self.lanes_valid & ~kept),
         ]
         with m.If(self.lanes_valid):
-            m.d.sync += beat.eq(Mux(group_last & (beat[exact_log2(groups) :] == last_line), 0, beat + 1))
+            m.d.sync += [group.eq(Mux(group_last, 0, group + 1)), beat.eq(beat + 1)]
+            with m.If(group_last):
+                m.d.sync += step.eq(step + 1)
+                with m.If(step == last_line):
+                    m.d.sync += [step.eq(0), beat.eq(0)]
         m.d.sync += lines_left.eq(lines_left + line_asked - (self.lanes_valid & group_last))
 
         beat_now = beats.i.payload

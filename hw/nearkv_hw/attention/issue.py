@@ -1,6 +1,6 @@
 """What enters the array in each cycle: a query line, else the next line when what it needs is there."""
 
-from amaranth.hdl import Const, Module, Mux, Signal
+from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
@@ -8,10 +8,10 @@ from amaranth.utils import exact_log2
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth
 from ..interfaces import PAGE_BITS, Fault, ReadResponse
 from .array import Array, array_operation
-from .codes import Scales, parts_of, row_codes
+from .codes import Scales, parts_less_one, row_codes
 from .loader import pass_parameters, query_load
 from .scoring import SCORE_QUEUE_ROWS, WEIGHT_SLOTS
-from .shape import BANKS, PASSES, chosen
+from .shape import BANKS, PASSES, LineParts, chosen
 from .streamer import LineKind, line_tag
 
 
@@ -22,6 +22,7 @@ def sums_read(shape):
             "bank": range(BANKS),
             "query": range(shape.queries),
             "line": range(shape.row_lines),
+            "groups": range(shape.groups),  # beats of it, less one
         }
     )
 
@@ -29,7 +30,8 @@ def sums_read(shape):
 class Issue(wiring.Component):
     """Gives the array one line per cycle, in the order of `tags`.
 
-    A line with codes for more elements than there are lanes takes a cycle for each part of it.
+    A line with codes for more elements than there are lanes, or with several rows, takes a cycle for each
+    part of it.
     A K line waits until its pass is loaded and the score queue has room, a V line until its row's weights
     are there and the earlier pass of its bank is drained, any line while a query line enters. Reads of sums
     take cycles without a V line; one that is `urgent` goes before the V line.
@@ -46,7 +48,7 @@ class Issue(wiring.Component):
     drained : In : the bank's sums have been read.
     loaded, passes : In : state and parameters of the passes.
     row_taken, row_weighed : In : a row has left the score queue; its weights are there.
-    operation, line, present, scales, scale_kind : Out : for the array.
+    operation, line, scales, scale_kind : Out : for the array.
     slot : Out : the row whose weights the array needs, one cycle before it needs them.
     taken : Out : a line of K, V or scales was taken in this cycle.
     taken_value, taken_number, taken_fault, taken_page : Out : what it was.
@@ -70,8 +72,7 @@ class Issue(wiring.Component):
                 "row_taken": In(1),
                 "row_weighed": In(1),
                 "operation": Out(array_operation(shape)),
-                "line": Out(CODE_BITS * shape.lanes),
-                "present": Out(shape.lanes),
+                "line": Out(CODE_BITS * shape.line_lanes),
                 "scales": Out(data.ArrayLayout(CODE_BITS, shape.scale_groups)),
                 "scale_kind": Out(CodeKind),
                 "slot": Out(range(WEIGHT_SLOTS)),
@@ -92,7 +93,7 @@ class Issue(wiring.Component):
         is_kind = {kind: self.tags.valid & (tag.kind == kind) for kind in LineKind}
         k_number, v_number = Signal(range(PASSES)), Signal(range(PASSES))
         is_v = (tag.kind == LineKind.V) | (tag.kind == LineKind.V_SCALES)
-        step, part = Signal(range(self.shape.row_lines)), Signal(2)  # of the row, of the line
+        step, rows_done = Signal(range(self.shape.row_lines)), Signal(2)  # of the row, of the line
         row_start = step == 0
         k_loaded, v_loaded = (self.loaded.bit_select(number, 1) for number in (k_number, v_number))
         # sums that wait for the drain, by bank: nothing is added to them
@@ -114,13 +115,22 @@ class Issue(wiring.Component):
         ]
         codes = Signal(row_codes(self.shape))
         line_done, row_done = Signal(), Signal()
+        short = codes.pitch.any()
+        parts, part = Signal(2), Signal(2)
         m.d.comb += [
             codes.eq(Mux(is_v, v_now.v, k_now.k)),
-            line_done.eq(part == Mux(tag.last, codes.parts_last, parts_of(codes.width))),
-            row_done.eq(tag.last & line_done),
+            row_done.eq(step == codes.steps_last),
+            parts.eq(parts_less_one(codes.parts)),
+            line_done.eq(
+                Mux(short, row_done & (rows_done == tag.rows), row_done | ((step & parts) == parts))
+            ),
+            part.eq(Mux(short, ((tag.place + rows_done) << codes.steps_last[0]) + step, step & parts)),
         ]
         with m.If(score | value):
-            m.d.sync += [step.eq(Mux(row_done, 0, step + 1)), part.eq(Mux(line_done, 0, part + 1))]
+            m.d.sync += [
+                step.eq(Mux(row_done, 0, step + 1)),
+                rows_done.eq(Mux(line_done, 0, rows_done + row_done)),
+            ]
         m.d.comb += [
             self.loads.ready.eq(1),
             score.eq(is_kind[LineKind.K] & self.lines.valid & ~load & k_loaded & (~row_start | (room != 0))),
@@ -183,8 +193,7 @@ class Issue(wiring.Component):
             self.scales.eq(kept.scales),
             self.scale_kind.eq(kept.kind),
         ]
-        present_last = Mux(load, load_now.present, k_now.present)
-        last = Mux(load, self.loads.payload.last, row_done)
+        count = Mux(row_done, codes.count_last, (1 << codes.step_shift)[: self.shape.lanes.bit_length()])
         m.d.comb += [
             self.operation.score.eq(score),
             self.operation.value.eq(value),
@@ -192,10 +201,13 @@ class Issue(wiring.Component):
             self.operation.end.eq(k_end),
             self.operation.kind.eq(Mux(load, load_now.query_kind, codes.kind)),
             self.operation.width.eq(Mux(load, CodeWidth.WHOLE, codes.width)),
+            self.operation.parts.eq(Mux(load, LineParts.ONE, codes.parts)),
             self.operation.part.eq(part),
+            self.operation.count.eq(Mux(load, self.loads.payload.count, count)),
+            self.operation.block.eq(self.loads.payload.block),
             self.operation.number.eq(Mux(load, self.loads.payload.number, self.taken_number)),
             self.operation.line.eq(Mux(load, self.loads.payload.line, step)),
-            self.operation.last.eq(last),
+            self.operation.last.eq(row_done),
             self.operation.first.eq(v_first),
             self.operation.query.eq(self.loads.payload.query),
             self.reads.ready.eq(~value),
@@ -203,8 +215,8 @@ class Issue(wiring.Component):
             self.operation.read_bank.eq(self.reads.payload.bank),
             self.operation.read_query.eq(self.reads.payload.query),
             self.operation.read_line.eq(self.reads.payload.line),
+            self.operation.read_groups.eq(self.reads.payload.groups),
             self.line.eq(Mux(load, self.loads.payload.data, self.lines.payload.data)),
-            self.present.eq(Mux(last & (load | ~value), present_last, Const(-1, self.shape.lanes))),
         ]
         shown = slot
         for _ in range(Array.weight_cycles - 1):

@@ -21,7 +21,7 @@ def pass_parameters(shape):
             "k": row_codes(shape),
             "v": row_codes(shape),
             "query_kind": CodeKind,
-            "present": shape.lanes,  # lanes that count in the last step of a K row
+            "query_lines_last": range(shape.row_lines),
             "queries": shape.queries.bit_length(),
             "value_dim": 10,
             "factor": Factor,
@@ -33,10 +33,12 @@ def query_load(shape):
     """A line of a query on its way into the cells."""
     return data.StructLayout(
         {
-            "data": CODE_BITS * shape.lanes,
+            "data": CODE_BITS * shape.line_lanes,
             "number": range(PASSES),
             "query": range(shape.queries),
-            "line": range(shape.row_lines),
+            "line": range(shape.row_lines),  # step of K rows that its elements are for
+            "block": range(shape.wide),  # and block of lanes
+            "count": range(shape.line_lanes + 1),  # elements of the line
             "last": 1,
         }
     )
@@ -82,7 +84,7 @@ class Loader(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        lane_shift = exact_log2(self.shape.lanes)
+        line_shift = exact_log2(self.shape.line_lanes)
         number = Signal(range(PASSES))
         own = Signal(PASSES, init=1)
         opened, loaded = Signal(PASSES), Signal(PASSES)
@@ -100,6 +102,7 @@ class Loader(wiring.Component):
             ),
         ]
         now = Signal(pass_parameters(self.shape))  # of the pass that is being loaded
+        query_count_last = Signal(range(self.shape.line_lanes + 1))
         sinks = Signal()
         code = Signal(FLOAT_BITS)
         values = Signal(FLOAT_BITS * self.shape.queries)
@@ -116,14 +119,21 @@ class Loader(wiring.Component):
             self.loads.payload.data.eq(self.queries.payload.data),
             self.loads.payload.number.eq(number),
             self.loads.payload.query.eq(query),
-            self.loads.payload.line.eq(line),
-            self.loads.payload.last.eq(line == now.k.steps_last),
+            self.loads.payload.last.eq(line == now.query_lines_last),
+            self.loads.payload.count.eq(
+                Mux(self.loads.payload.last, query_count_last, self.shape.line_lanes)
+            ),
             self.openings.payload.number.eq(number),
             self.openings.payload.sinks.eq(sinks),
             self.openings.payload.values.eq(values),
         ]
+        for extra in range(exact_log2(self.shape.wide) + 1):  # lines of a query that a step of K takes
+            with m.If((now.k.step_shift == line_shift + extra) | (extra == 0)):
+                m.d.comb += [
+                    self.loads.payload.line.eq(line >> extra),
+                    self.loads.payload.block.eq(line[:extra] if extra else 0),
+                ]
         job = self.jobs.payload
-        remainder = job.head_dim[:lane_shift]
         with m.FSM():
             with m.State("job"):
                 m.d.comb += self.jobs.ready.eq(~(opened & own).any())
@@ -140,12 +150,12 @@ class Loader(wiring.Component):
                                 form=job[f"{rows}_format"],
                                 scale=job[f"{rows}_scale"],
                                 block=job[f"{rows}_block"],
+                                pitch=job[f"{rows}_pitch"],
                             )
                         ),
                         now.query_kind.eq(code_kind(job.query_format)),
-                        now.present.eq(
-                            Cat((remainder == 0) | (lane < remainder) for lane in range(self.shape.lanes))
-                        ),
+                        now.query_lines_last.eq((job.head_dim - 1) >> line_shift),
+                        query_count_last.eq((job.head_dim - 1)[:line_shift] + 1),
                         now.queries.eq(job.queries),
                         now.value_dim.eq(job.value_dim),
                         sinks.eq(job.sinks),

@@ -41,7 +41,8 @@ def line_tag(shape):
     return data.StructLayout(
         {
             "kind": LineKind,
-            "last": 1,  # last line of the row
+            "place": 2,  # of rows that share the line, the first one that counts
+            "rows": 2,  # how many of them count, less one
             "row": SCALE_ROW_BITS,  # of scales: which of the line's rows comes next
             "page": PAGE_BITS,
         }
@@ -64,6 +65,7 @@ def row_lines(shape):
     return data.StructLayout(
         {
             "last": range(shape.row_lines),  # last line of a row
+            "pitch": 2,  # log2 of the rows that share a line
             "scaled": 1,
             "scale_shift": 3,  # log2 of the bytes of a row's scales
         }
@@ -149,9 +151,17 @@ class Streamer(wiring.Component):
         block = Signal(_Block)
         m.d.comb += block.eq(Mux(is_v, blocks["v"], blocks["k"]))
         row_end, block_end, step = Signal(), Signal(), Signal()
+        place, room, rows = (
+            Signal(2),
+            Signal(3),
+            Signal(3),
+        )  # of the line's rows: first, to its end, in the block
         m.d.comb += [
             row_end.eq((line == now.last) & ~block.due),
-            block_end.eq(block.end | (row_end & (block.rows == 1))),
+            place.eq(block.row & ((1 << now.pitch) - 1)[:2]),
+            room.eq((1 << now.pitch) - place),
+            rows.eq(Mux(block.rows < room, block.rows, room)),
+            block_end.eq(block.end | (row_end & (block.rows == rows))),
             step.eq(active & requests.i.ready & tags.i.ready),
             requests.i.valid.eq(step & ~block.end),
             requests.i.payload.line.eq(Mux(block.due, block.scales, block.line)),
@@ -168,7 +178,8 @@ class Streamer(wiring.Component):
                     ),
                 )
             ),
-            tags.i.payload.last.eq(row_end),
+            tags.i.payload.place.eq(place),
+            tags.i.payload.rows.eq(rows - 1),
             tags.i.payload.row.eq(block.row),
             tags.i.payload.page.eq(block.page),
         ]
@@ -177,7 +188,7 @@ class Streamer(wiring.Component):
             m.d.sync += pass_first.eq(block.end)
         m.d.comb += self.starts.eq(step & ~is_v & ~block.due & ~block.end & pass_first)
         next_row = Signal(SCALE_ROW_BITS)
-        m.d.comb += next_row.eq(block.row + row_end)
+        m.d.comb += next_row.eq(block.row + Mux(row_end, rows, 0))
         with m.If(step):
             m.d.sync += line.eq(Mux(block_end | row_end | block.due, 0, line + 1))
             for kind, here in (("k", ~is_v), ("v", is_v)):
@@ -185,7 +196,7 @@ class Streamer(wiring.Component):
                     m.d.sync += [
                         blocks[kind].line.eq(block.line + ~block.due),
                         blocks[kind].scales.eq(block.scales + block.due),
-                        blocks[kind].rows.eq(block.rows - row_end),
+                        blocks[kind].rows.eq(block.rows - Mux(row_end, rows, 0)),
                         blocks[kind].row.eq(next_row),
                         blocks[kind].due.eq(row_end & now.scaled & _starts_line(next_row, now)),
                         numbers[kind].eq(numbers[kind] + block.end),
@@ -193,13 +204,16 @@ class Streamer(wiring.Component):
 
         # what comes next
         slots = Signal(range(WEIGHT_SLOTS + 1), init=WEIGHT_SLOTS)
-        next_rows = Signal(range(BLOCK_ROWS + 1))
+        next_rows, most = Signal(range(BLOCK_ROWS + 1)), Signal(range(BLOCK_ROWS + 1))
         k_number, v_number = Signal(range(PASSES)), Signal(range(PASSES))
         k_ready, v_ready, choose = Signal(), Signal(), Signal()
         k_first, k_chosen, v_turn = Signal(), Signal(), Signal()
         k_geometry, v_geometry = Signal(geometry(self.shape)), Signal(geometry(self.shape))
+        k_ones, v_ones = (((1 << k_geometry[kind].pitch) - 1)[:2] for kind in ("k", "v"))
         m.d.comb += [
-            next_rows.eq(Mux(item.last, 0, Mux(item.rows < BLOCK_ROWS, item.rows, BLOCK_ROWS))),
+            # a block ends with a line, so that the next one begins with one
+            most.eq(BLOCK_ROWS - (item.row & Mux(k_geometry.k.pitch > k_geometry.v.pitch, k_ones, v_ones))),
+            next_rows.eq(Mux(item.last, 0, Mux(item.rows < most, item.rows, most))),
             # the end of a pass may be under way
             k_number.eq(numbers["k"] + (active & ~is_v & block.end)),
             v_number.eq(numbers["v"] + (active & is_v & block.end)),
@@ -214,10 +228,11 @@ class Streamer(wiring.Component):
             choose.eq(~active | (step & block_end)),
         ]
         # the block that comes next, of both kinds
+        most_lines = {kind: Signal(range(BLOCK_ROWS + 1), name=f"{kind}_most_lines") for kind in ("k", "v")}
         coming = {kind: Signal(_Block, name=f"{kind}_coming") for kind in ("k", "v")}
         for kind, following in coming.items():
-            rows = k_geometry[kind]
-            goes_on = ~fresh & ~_starts_line(item.row, rows)
+            own = k_geometry[kind]
+            goes_on = ~fresh & ~_starts_line(item.row, own)
             m.d.comb += [
                 following.end.eq(item.last),
                 following.line.eq(item[f"{kind}_line"]),
@@ -225,7 +240,8 @@ class Streamer(wiring.Component):
                 following.page.eq(item.page),
                 following.scales.eq(item[f"{kind}_scales"] + goes_on),
                 following.row.eq(item.row),
-                following.due.eq(rows.scaled & ~item.last & ~goes_on),
+                following.due.eq(own.scaled & ~item.last & ~goes_on),
+                most_lines[kind].eq(((item.row & ((1 << own.pitch) - 1)[:2]) + most) >> own.pitch),
             ]
         m.d.comb += values.i.payload.eq(coming["v"])
         with m.If(choose):
@@ -243,16 +259,17 @@ class Streamer(wiring.Component):
                     blocks["k"].eq(coming["k"]),
                     slots.eq(slots - next_rows),
                     fresh.eq(0),
-                    item.rows.eq(item.rows - BLOCK_ROWS),
-                    item.row.eq(item.row + BLOCK_ROWS),
-                    item_valid.eq(~item.last & (item.rows > BLOCK_ROWS)),
+                    item.rows.eq(item.rows - most),
+                    item.row.eq(item.row + most),
+                    item_valid.eq(~item.last & (item.rows > most)),
                 ]
                 for kind in ("k", "v"):
-                    rows = k_geometry[kind]
+                    own = k_geometry[kind]
+                    passed = Mux(own.pitch.any(), most_lines[kind], (own.last + 1) * most)
                     m.d.sync += [
-                        item[f"{kind}_line"].eq(item[f"{kind}_line"] + ((rows.last + 1) << _BLOCK_SHIFT)),
+                        item[f"{kind}_line"].eq(item[f"{kind}_line"] + passed),
                         item[f"{kind}_scales"].eq(
-                            item[f"{kind}_scales"] + _lines_passed(item.row, BLOCK_ROWS, rows)
+                            item[f"{kind}_scales"] + _lines_passed(item.row, most, own)
                         ),
                     ]
             with m.Elif(v_ready):
@@ -282,6 +299,3 @@ def _starts_line(row, rows):
 def _lines_passed(row, count, rows):
     """Lines of scales from the one that has a row's to the one that has those of `count` rows later."""
     return ((_place(row, rows) + count) << rows.scale_shift) >> SCALE_ROW_BITS
-
-
-_BLOCK_SHIFT = BLOCK_ROWS.bit_length() - 1

@@ -26,7 +26,8 @@ class AttentionUnit(wiring.Component):
 
     Parameters
     ----------
-    lanes : elements of a line; 32 takes the memory's whole line per cycle, fewer only its low part.
+    lanes, line_lanes : as of `UnitShape`; with fewer than 32 `line_lanes` only the low part of the memory's
+        line is taken.
     queries : query heads kept per pass.
     finish_lanes : lanes of a partial beat.
     outstanding : lines asked for and not yet taken, at most; for full rate at least the memory's latency
@@ -53,11 +54,21 @@ class AttentionUnit(wiring.Component):
     """
 
     def __init__(
-        self, *, lanes=32, queries=4, finish_lanes=2, outstanding=64, weight_pipes=None, max_dim=MAX_DIM
+        self,
+        *,
+        lanes=32,
+        line_lanes=None,
+        queries=4,
+        finish_lanes=2,
+        outstanding=64,
+        weight_pipes=None,
+        max_dim=MAX_DIM,
     ):
         if not isinstance(outstanding, int) or outstanding < 4:
             raise ValueError(f"outstanding must be an integer of at least 4, not {outstanding!r}")
-        self.shape = UnitShape(lanes=lanes, queries=queries, finish_lanes=finish_lanes, max_dim=max_dim)
+        self.shape = UnitShape(
+            lanes=lanes, line_lanes=line_lanes, queries=queries, finish_lanes=finish_lanes, max_dim=max_dim
+        )
         self.outstanding = outstanding
         self.weight_pipes = -(-queries // 4) if weight_pipes is None else weight_pipes
         pipes = self.weight_pipes
@@ -122,7 +133,6 @@ class AttentionUnit(wiring.Component):
             issue.row_weighed.eq(scoring.row_weighed),
             array.operation.eq(issue.operation),
             array.line.eq(issue.line),
-            array.present.eq(issue.present),
             array.scales.eq(issue.scales),
             array.scale_kind.eq(issue.scale_kind),
             array.weights.eq(scoring.weights),
@@ -193,5 +203,6 @@ def _row_lines(geometry, parameters):
     for kind in ("k", "v"):
         codes = parameters[kind]
         yield geometry[kind].last.eq(codes.lines_last)
+        yield geometry[kind].pitch.eq(codes.pitch)
         yield geometry[kind].scaled.eq(codes.scale.any())
         yield geometry[kind].scale_shift.eq(codes.scale_shift)

@@ -1,6 +1,8 @@
 # amaranth: UnusedElaboratable=no
 """The array: query, K and V lines and reads in any order give exact dot products, sums and lane flags."""
 
+from itertools import product
+
 import cocotb
 import pytest
 from amaranth.lib import data
@@ -13,7 +15,7 @@ from nearkv_hw.arithmetic.decode import CodeKind, CodeWidth
 from nearkv_hw.arithmetic.score import DOT_TOP_BITS
 from nearkv_hw.arithmetic.weight import Weight
 from nearkv_hw.attention.array import Array, array_operation, row_dots
-from nearkv_hw.attention.shape import BANKS, PASSES, UnitShape
+from nearkv_hw.attention.shape import BANKS, PASSES, LineParts, UnitShape
 from nearkv_hw.interfaces import LanePartial
 from nearkv_sim.cocotb.payload import pack, unpack
 from nearkv_sim.cocotb.runner import parameters, run
@@ -24,7 +26,11 @@ from unit_cases import codes
 @pytest.mark.rtl
 @pytest.mark.parametrize(
     "shape",
-    [{"lanes": 4, "queries": 2, "finish_lanes": 2}, {"lanes": 8, "queries": 1, "finish_lanes": 4}],
+    [
+        {"lanes": 4, "line_lanes": 4, "queries": 2, "finish_lanes": 2, "max_dim": 128},
+        {"lanes": 8, "line_lanes": 8, "queries": 1, "finish_lanes": 4, "max_dim": 128},
+        {"lanes": 32, "line_lanes": 8, "queries": 1, "finish_lanes": 2, "max_dim": 128},
+    ],
     ids=lambda shape: f"{shape['lanes']}x{shape['queries']}",
 )
 def test_array(shape):
@@ -33,40 +39,43 @@ def test_array(shape):
 
 
 ROW_LINES = 3
-"""Lines of every row of this test, K and V."""
+"""Steps of every row of this test, K and V."""
 
 
 class Model:
     """What the array holds, and what each operation must give."""
 
-    def __init__(self, lanes, queries, finish_lanes):
-        self.lanes, self.queries, self.finish_lanes = lanes, queries, finish_lanes
-        self.kept = {}
+    def __init__(self, shape):
+        self.shape, self.queries = shape, range(shape.queries)
+        self.kept = {}  # elements of queries, by the lane
         self.sums = {}
         self.flags = {}
         self.dots = None
 
     def load(self, operation, elements):
-        self.kept[operation["query"], operation["number"] % BANKS, operation["line"]] = elements
+        place = operation["query"], operation["number"] % BANKS, operation["line"]
+        for lane, element in enumerate(elements, start=operation["block"] * self.shape.line_lanes):
+            self.kept[*place, lane] = element
 
     def score(self, operation, elements):
         """The row's dot products after its last line, else None."""
         if operation["line"] == 0:
-            self.dots = [dot_product([], []) for _ in range(self.queries)]
+            self.dots = [dot_product([], []) for _ in self.queries]
         for query, dot in enumerate(self.dots):
-            kept = self.kept[query, operation["number"] % BANKS, operation["line"]]
-            for a, b in zip(kept, elements, strict=True):
-                dot.add(a, b)
+            place = query, operation["number"] % BANKS, operation["line"]
+            for lane, element in enumerate(elements):
+                dot.add(self.kept[*place, lane], element)
         return self.dots if operation["last"] else None
 
     def value(self, operation, elements, weights):
         for query, weight in enumerate(weights):
-            for lane, element in enumerate(elements):
+            for lane in range(self.shape.lanes):
                 place = query, operation["number"] % BANKS, operation["line"], lane
                 if operation["first"]:
                     self.sums[place], self.flags[place] = None, 0
-                if weight["significand"] == 0:
+                if weight["significand"] == 0 or lane >= len(elements):
                     continue
+                element = elements[lane]
                 if element.special is Special.NAN:
                     self.flags[place] |= LANE_NAN
                 elif element.special:
@@ -85,10 +94,10 @@ class Model:
         """State and flags of the line that is read, None where nothing was ever added; in groups of lanes."""
         places = [
             (operation["read_query"], operation["read_bank"], operation["read_line"], lane)
-            for lane in range(self.lanes)
+            for lane in range((operation["read_groups"] + 1) * self.shape.finish_lanes)
         ]
         line = [(self.sums[p], self.flags[p]) if p in self.sums else None for p in places]
-        return [line[n : n + self.finish_lanes] for n in range(0, self.lanes, self.finish_lanes)]
+        return [line[n:][: self.shape.finish_lanes] for n in range(0, len(line), self.shape.finish_lanes)]
 
 
 @cocotb.test()
@@ -96,26 +105,25 @@ class Model:
 async def equals_the_contract(dut, kind):
     await start(dut)
     rng = random("operations", kind)
-    lanes, queries, finish_lanes = (parameters()[name] for name in ("lanes", "queries", "finish_lanes"))
-    model = Model(lanes, queries, finish_lanes)
-    layout = array_operation(UnitShape(lanes=lanes, queries=queries, finish_lanes=finish_lanes))
+    shape = UnitShape(**{name: value for name, value in parameters().items() if name != "row_cycles"})
+    lanes, queries, finish_lanes = shape.lanes, shape.queries, shape.finish_lanes
+    model = Model(shape)
+    layout = array_operation(shape)
 
     def line(operation, form):
-        """A line's word, which lanes count, scales, and the elements of the operation's part."""
-        parts = 16 // form.bits
-        word = codes(rng, form, parts * lanes, kind)
-        present = rng.choice([(1 << lanes) - 1, rng.getrandbits(lanes)])
-        present = (1 << lanes) - 1 if operation.get("value") else present  # all lanes of V count
-        own = word[operation["part"] * lanes :][:lanes]
-        elements = decode_all([code if present >> n & 1 else 0 for n, code in enumerate(own)], form)
+        """A line's word, scales, and the elements of the operation's part, as many as count."""
+        word = codes(rng, form, 16 // form.bits * shape.line_lanes, kind)
+        count = len(word) >> operation["parts"].value
+        own = word[operation["part"] * count :][:count][:lanes]
+        operation["count"] = rng.choice([len(own), rng.randint(0, len(own))])
+        if operation.get("load"):
+            operation["count"] = len(own)
+        elements = decode_all(own[: operation["count"]], form)
         of = BF16 if form.bits == 16 else rng.choice([SCALE_FORMATS[n] for n in ("bf16", "fp16", "e4m3")])
         scales = [0x3F80 if form.bits == 16 else codes(rng, of, 1, kind)[0] for _ in range(-(-lanes // 16))]
         decoded = decode_all(scales, of)
-        elements = [
-            scaled(element, decoded[n // 16]) if present >> n & 1 else element
-            for n, element in enumerate(elements)
-        ]
-        return pack_codes(word, form), present, (scales, of), elements
+        elements = [scaled(element, decoded[n // 16]) for n, element in enumerate(elements)]
+        return pack_codes(word, form), (scales, of), elements
 
     def pack_codes(word, form):
         return sum(code << form.bits * n for n, code in enumerate(word))
@@ -130,17 +138,20 @@ async def equals_the_contract(dut, kind):
             **operation,
             "kind": {"fp16" if form is FP8_E5M2 else form.name: 1},
             "width": width,
-            "part": rng.randrange(16 // form.bits),
+            "parts": LineParts.ONE if operation.get("load") else rng.choice(list(LineParts)),
         }
+        operation["part"] = rng.randrange(1 << operation["parts"].value)
         at = len(items) + Array.read_cycles
-        if not operation.get("value") and at not in reads and rng.random() < 0.7:
+        free = not {at, at - 1} & set(reads)
+        if not operation.get("value") and free and rng.random() < 0.7:
             operation |= {
                 "read": 1,
                 "read_bank": rng.randrange(BANKS),
                 "read_query": rng.randrange(queries),
                 "read_line": rng.randrange(ROW_LINES),
+                "read_groups": rng.randrange(shape.groups),
             }
-        word, present, scales, elements = line(operation, form)
+        word, scales, elements = line(operation, form)
         dots = None
         if operation.get("load"):
             model.load(operation, elements)
@@ -150,19 +161,23 @@ async def equals_the_contract(dut, kind):
             model.value(operation, elements, weights)
         if operation.get("read"):
             reads.update({at + n: beat for n, beat in enumerate(model.read(operation))})
-        items.append((operation, word, present, weights, dots, scales))
+        items.append((operation, word, weights, dots, scales))
 
     begun = set()
     for number in range(BANKS):
         for query in range(queries):
-            for line_number in range(ROW_LINES):
-                add({"load": 1, "number": number, "query": query, "line": line_number})
+            for line_number, block in product(range(ROW_LINES), range(shape.wide)):
+                add({"load": 1, "number": number, "query": query, "line": line_number, "block": block})
     add({})
     for _ in range(400):
         number = rng.randrange(PASSES)
         what = rng.choice(["score", "score", "value", "value", "value", "load", "idle", "end"])
         if what == "load":
-            place = {"query": rng.randrange(queries), "line": rng.randrange(ROW_LINES)}
+            place = {
+                "query": rng.randrange(queries),
+                "line": rng.randrange(ROW_LINES),
+                "block": rng.randrange(shape.wide),
+            }
             add({"load": 1, "number": number, **place})
             add({})  # a K line leaves a cycle
         elif what == "idle":
@@ -190,18 +205,17 @@ async def equals_the_contract(dut, kind):
     rows = ends = lanes_read = 0
     for cycle in range(len(items) + max(row_cycles, Array.read_cycles + lanes // finish_lanes)):
         if cycle < len(items):
-            operation, word, present, *_ = items[cycle]
+            operation, word, *_ = items[cycle]
             dut.operation.value = pack(layout, operation)
             dut.line.value = word
-            dut.present.value = present
         else:
             dut.operation.value = 0
         if Array.scale_cycles <= cycle < len(items) + Array.scale_cycles:
-            scales, of = items[cycle - Array.scale_cycles][5]
+            scales, of = items[cycle - Array.scale_cycles][4]
             dut.scales.value = sum(code << 16 * n for n, code in enumerate(scales))
             dut.scale_kind.value = pack(CodeKind, {of.name: 1})
         at_weight = cycle - Array.weight_cycles
-        weights = items[at_weight][3] if 0 <= at_weight < len(items) else None
+        weights = items[at_weight][2] if 0 <= at_weight < len(items) else None
         if weights:
             dut.weights.value = pack(data.ArrayLayout(Weight, queries), weights)
         await edge

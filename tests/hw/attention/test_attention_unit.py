@@ -11,7 +11,7 @@ import pytest
 from attention_golden import float32_bits
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi.descriptor import Status
-from nearkv_hw.abi.formats import BF16, ELEMENT_FORMATS, FP16, QUERY_FORMATS
+from nearkv_hw.abi.formats import BF16, ELEMENT_FORMATS, FP4_E2M1, FP16, INT8, QUERY_FORMATS
 from nearkv_hw.attention.shape import MAX_DIM
 from nearkv_hw.attention.unit import COUNTERS, AttentionUnit
 from nearkv_hw.interfaces import (
@@ -40,6 +40,8 @@ LATENCY_CYCLES = 40
         {"lanes": 8, "queries": 2, "finish_lanes": 2, "max_dim": 128},
         {"lanes": 8, "queries": 4, "finish_lanes": 4, "weight_pipes": 2},
         {"lanes": 32, "queries": 4, "finish_lanes": 2},
+        {"lanes": 16, "line_lanes": 8, "queries": 2, "finish_lanes": 2, "max_dim": 128},
+        {"lanes": 32, "line_lanes": 8, "queries": 2, "finish_lanes": 4, "max_dim": 128},
     ],
     ids=lambda shape: f"{shape['lanes']}x{shape['queries']}",
 )
@@ -51,12 +53,13 @@ def test_attention_unit(shape):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lanes": 12}, "lanes must be 4, 8, 16 or 32, not 12"),
+        ({"line_lanes": 12}, "line_lanes must be 4, 8, 16 or 32, not 12"),
+        ({"line_lanes": 8, "lanes": 64}, "lanes must be 8, 16 or 32 with line_lanes=8, not 64"),
         ({"queries": 3}, "queries must be 1, 2, 4, 8 or 16, not 3"),
-        ({"finish_lanes": 3}, "finish_lanes must be 2, 4 or 8 and at most half of lanes=32, not 3"),
+        ({"finish_lanes": 3}, "finish_lanes must be 2, 4 or 8 and at most half of line_lanes=32, not 3"),
         (
             {"lanes": 4, "finish_lanes": 4},
-            "finish_lanes must be 2, 4 or 8 and at most half of lanes=4, not 4",
+            "finish_lanes must be 2, 4 or 8 and at most half of line_lanes=4, not 4",
         ),
         ({"max_dim": 96}, "max_dim must be 64, 128 or 256, not 96"),
         ({"outstanding": 3}, "outstanding must be an integer of at least 4, not 3"),
@@ -74,7 +77,8 @@ class Bench:
     def __init__(self, dut, name, *, idle=0.0, backpressure=0.0):
         self.dut = dut
         self.rng = random(name)
-        self.passes = Passes(parameters()["lanes"], parameters().get("max_dim", MAX_DIM))
+        self.line_lanes = parameters().get("line_lanes", parameters()["lanes"])
+        self.passes = Passes(self.line_lanes, parameters().get("max_dim", MAX_DIM))
         self.finish_lanes = parameters()["finish_lanes"]
         self.idle = idle
         self.responses = []  # cycles in which answers were taken
@@ -217,7 +221,7 @@ async def short_rows_follow_each_other_without_a_hazard(dut):
     """Rows of one line each, every sum changed in every cycle, tops rising and falling."""
     await start(dut)
     bench = Bench(dut, "short rows")
-    lanes, queries = parameters()["lanes"], parameters()["queries"]
+    lanes, queries = bench.line_lanes, parameters()["queries"]
     for format in (BF16, FP16):
         bench.passes.add(
             [codes(bench.rng, format, lanes) for _ in range(queries)],
@@ -236,7 +240,7 @@ async def short_rows_follow_each_other_without_a_hazard(dut):
 async def faults_end_up_in_the_pass_that_met_them(dut):
     await start(dut)
     bench = Bench(dut, "faults", idle=0.2, backpressure=0.2)
-    lanes = parameters()["lanes"]
+    lanes = bench.line_lanes
     plans = [
         ({}, Status.OK, 0),
         ({1: Fault.DENIED}, Status.PAGE_DENIED, 1),
@@ -266,20 +270,26 @@ async def faults_end_up_in_the_pass_that_met_them(dut):
 
 
 @cocotb.test()
-@cocotb.parametrize(row_lines=[1, 2, 4])
-async def long_passes_take_a_line_per_cycle(dut, row_lines):
-    """At least 98 % from the first line to the last, over several passes, where weight pipes keep pace."""
+@cocotb.parametrize(row_lines=[1, 2, 4], format=[BF16, INT8, FP4_E2M1])
+async def long_passes_take_a_line_per_cycle(dut, row_lines, format):
+    """At least 98 % from the first line to the last, over several passes, where lanes and weight pipes keep
+    pace."""
     await start(dut)
     bench = Bench(dut, "rate")
-    lanes, queries = parameters()["lanes"], parameters()["queries"]
-    dim = row_lines * lanes
-    rows = [codes(bench.rng, BF16, dim) for _ in range(16)] * (1024 // row_lines // 16)
+    lanes, line_lanes, queries = parameters()["lanes"], bench.line_lanes, parameters()["queries"]
+    dim = row_lines * line_lanes * 16 // format.bits
+    if dim > bench.passes.max_dim:
+        return
+    steps = max(line_lanes * 16 // format.bits // lanes, 1)  # of a line
+    rows = [codes(bench.rng, format, dim) for _ in range(16)] * (1024 // row_lines // 16)
     for _ in range(3):
         bench.passes.add(
             [codes(bench.rng, BF16, dim) for _ in range(queries)],
             rows,
             rows,
             value_dim=dim,
+            k_format=format,
+            v_format=format,
             factor_bits=float32_bits(0.1),
             golden=False,
         )
@@ -287,7 +297,7 @@ async def long_passes_take_a_line_per_cycle(dut, row_lines):
     took = bench.responses[-1] - bench.responses[0] + 1
     rate = len(bench.responses) / took
     print(f"{len(bench.responses)} lines in {took} cycles, {rate:.4f} per cycle")
-    assert rate >= 0.98 * min(1, 2 * row_lines / parameters()["row_cycles"])
+    assert rate >= 0.98 * min(1 / steps, 2 * row_lines / parameters()["row_cycles"])
 
 
 @cocotb.test()
@@ -295,8 +305,8 @@ async def short_passes_follow_each_other(dut):
     """Passes of 32 rows of four lines have about as many beats as lines, where two lanes make a beat."""
     await start(dut)
     bench = Bench(dut, "short passes")
-    lanes, queries = parameters()["lanes"], parameters()["queries"]
-    dim = min(4 * lanes, parameters().get("max_dim", MAX_DIM))
+    queries = parameters()["queries"]
+    dim = min(4 * bench.line_lanes, parameters().get("max_dim", MAX_DIM))
     rows = [codes(bench.rng, BF16, dim) for _ in range(32)]
     for _ in range(16):
         bench.passes.add(

@@ -93,7 +93,7 @@ async def multiplies_and_sums_in_both_modes(dut):
             dut.query_read.value = following["query"]
         now = at(cycle)
         if now:
-            dut.element.value = pack(Element, now["element"])
+            dut.element.value = dut.query.value = pack(Element, now["element"])
             dut.query_address.value = now["query"]
             dut.query_write.value = int(now["kind"] == "load")
         top = at(cycle - Cell.top_cycles)

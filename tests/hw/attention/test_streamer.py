@@ -34,11 +34,16 @@ class Bench:
         self.geometry = [{}] * PASSES
         dut.loaded.value = (1 << PASSES) - 1
 
-    def set_geometry(self, number, k_lines, v_lines, k_scales=None, v_scales=None):
-        """Lines of rows, and log2 of the bytes of a row's scales, if there are any."""
+    def set_geometry(self, number, k_lines, v_lines, k_scales=None, v_scales=None, pitches=(0, 0)):
+        """Lines of rows, log2 of the bytes of a row's scales, if there are any, and of the rows of a line."""
         rows = [
-            {"last": lines - 1, "scaled": int(scales is not None), "scale_shift": scales or 0}
-            for lines, scales in ((k_lines, k_scales), (v_lines, v_scales))
+            {
+                "last": lines - 1,
+                "pitch": pitch,
+                "scaled": int(scales is not None),
+                "scale_shift": scales or 0,
+            }
+            for lines, scales, pitch in ((k_lines, k_scales, pitches[0]), (v_lines, v_scales, pitches[1]))
         ]
         self.geometry[number] = {"tenant": number + 1, "k": rows[0], "v": rows[1]}
         self.dut.geometry.value = pack(data.ArrayLayout(geometry(SHAPE), PASSES), self.geometry)
@@ -49,7 +54,8 @@ class Bench:
         self.dut.start.value = 0
 
     def send(self, number, pages):
-        """Send a pass; returns its lines of K and V: (line, last, page, row of scales or None)."""
+        """Send a pass; returns its lines of K and V: (line, page), of scales with the row that comes next, of
+        rows with the place of the first and how many more of them count."""
         items, lines = [], {"k": [], "v": []}
         for page, rows in enumerate(pages):
             item = {"last": 0, "page": page, "rows": rows, "row": self.rng.randrange(64)}
@@ -57,15 +63,19 @@ class Bench:
                 stored = self.geometry[number][kind]
                 first, scales = (self.rng.getrandbits(30) for _ in range(2))
                 item |= {f"{kind}_line": first, f"{kind}_scales": scales}
-                for row in range(rows):
+                shared = 1 << stored["pitch"]
+                row = 0
+                while row < rows:
                     there = item["row"] + row
-                    place = there % (64 >> stored["scale_shift"])
-                    if stored["scaled"] and (row == 0 or place == 0):
-                        of.append((scales, 0, page, there % 64))
+                    if stored["scaled"] and (row == 0 or there % (64 >> stored["scale_shift"]) == 0):
+                        of.append((scales, page, there % 64, None, None))
                         scales += 1
+                    place = there % shared
+                    taken = min(shared - place, rows - row)
                     last = stored["last"]
-                    of += [(first + n, int(n == last), page, None) for n in range(last + 1)]
+                    of += [(first + n, page, None, place, taken - 1) for n in range(last + 1)]
                     first += last + 1
+                    row += taken
             items.append(item)
         self.pages.send([*items, {"last": 1}])
         return lines["k"], lines["v"]
@@ -76,7 +86,19 @@ class Bench:
 async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
     await start(dut)
     bench = Bench(dut, f"rows {idle} {backpressure}", idle=idle, backpressure=backpressure)
-    plans = [(1, 1), (4, 2, 1, 1), (2, 8, 3, None), (1, 3, None, 0), (8, 8, 5, 5), (1, 1, 4, 0), (2, 1, 2, 4)]
+    plans = [
+        (1, 1),
+        (4, 2, 1, 1),
+        (2, 8, 3, None),
+        (1, 3, None, 0),
+        (8, 8, 5, 5),
+        (1, 1, 4, 0),
+        (2, 1, 2, 4),
+        (1, 1, None, None, (1, 2)),
+        (1, 1, 0, 2, (2, 2)),
+        (1, 4, 1, None, (1, 0)),
+        (3, 1, None, 0, (0, 2)),
+    ]
     for number in range(PASSES):
         bench.set_geometry(number, *plans[number])
     for number in range(PASSES):
@@ -91,6 +113,7 @@ async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
         lines = dict(zip((LineKind.K, LineKind.V), bench.send(number, pages), strict=True))
         at = dict.fromkeys(lines, 0)
         rows = dict.fromkeys(lines, 0)
+        line_of_row = 0
         ends = []
         while LineKind.V_END not in ends:
             (tag,) = await bench.tags.receive()
@@ -101,11 +124,14 @@ async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
             (request,) = await bench.requests.receive()
             scales = kind in SCALES
             kind = SCALES.get(kind, kind)
-            got = request["line"], tag["last"], tag["page"], tag["row"] if scales else None
-            assert got == lines[kind][at[kind]]
+            known = (tag["row"], None, None) if scales else (None, tag["place"], tag["rows"])
+            assert (request["line"], tag["page"], *known) == lines[kind][at[kind]]
             assert request["tenant"] == number + 1
             at[kind] += 1
-            rows[kind] += tag["last"]
+            line_of_row = 0 if scales else line_of_row + 1
+            if line_of_row == bench.geometry[number]["kv"[kind is LineKind.V]]["last"] + 1:
+                rows[kind] += tag["rows"] + 1
+                line_of_row = 0
             ahead = rows[LineKind.K] - rows[LineKind.V]
             assert 0 <= ahead <= WEIGHT_SLOTS
         assert ends == [LineKind.K_END, LineKind.V_END]

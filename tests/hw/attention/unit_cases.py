@@ -64,11 +64,11 @@ class Passes:
 
     Parameters
     ----------
-    lanes : elements of a line.
+    line_lanes : 16-bit elements of a line.
     max_dim : largest head_dim and value_dim.
     """
 
-    lanes: int
+    line_lanes: int
     max_dim: int
     memory: list = field(default_factory=list)
     faults: dict = field(default_factory=dict)
@@ -89,6 +89,8 @@ class Passes:
         v_format=BF16,
         k_scales=None,
         v_scales=None,
+        k_pitch=0,
+        v_pitch=0,
         factor_bits=0x3F800000,
         sinks=None,
         page_rows=16,
@@ -104,6 +106,7 @@ class Passes:
         q : element codes of every query.
         rows, values : element codes of every K and V row.
         k_scales, v_scales : `RowScales`, or None where rows have none.
+        k_pitch, v_pitch : log2 of the rows that share a line.
         scale_codes : scales of every row by "k" and "v"; random ones from `rng` if not given.
         sinks : float32 bits per query, or None.
         page_rows : rows of a page.
@@ -121,10 +124,13 @@ class Passes:
                 "v_format": v_format.code,
                 "query_format": q_format.code,
                 "score_factor": factor_bits,
+                "k_pitch": k_pitch,
+                "v_pitch": v_pitch,
                 "sinks": int(sinks is not None),
             }
         )
         areas = {"k": (rows, k_format, k_scales, head_dim), "v": (values, v_format, v_scales, value_dim)}
+        pitches = {"k": k_pitch, "v": v_pitch}
         scales = dict(scale_codes or {})
         for kind, (stored, _, how, dim) in areas.items():
             if how:
@@ -147,7 +153,7 @@ class Passes:
             item = {"last": 0, "page": page, "row": there.start - first, "rows": len(rows[there])}
             for kind, (stored, form, how, dim) in areas.items():
                 item[f"{kind}_line"] = len(self.memory)
-                self.memory += [line for row in stored[there] for line in self._lines(row, form)]
+                self.memory += self._area(stored[there], form, pitches[kind], item["row"])
                 if how:
                     item[f"{kind}_scales"] = len(self.memory)
                     own = item["row"] % (LINE_BYTES // how.pitch(dim))
@@ -177,9 +183,21 @@ class Passes:
         ]
         self.expected.append(Pass(value_dim, len(self.memory) - start, partials))
 
+    def _area(self, rows, form, pitch, first):
+        """Lines of rows, the first of which is the page's row `first`."""
+        if not pitch:
+            return [line for row in rows for line in self._lines(row, form)]
+        size, shared = 16 * self.line_lanes >> pitch, 1 << pitch
+        bits = 0
+        for place, row in enumerate(rows, start=first % shared):
+            part = [*row, *[(1 << form.bits) - 1] * (size // form.bits - len(row))]  # padding: NaN
+            bits |= sum(code << form.bits * n for n, code in enumerate(part)) << place * size
+        count = -(-(first % shared + len(rows)) // shared)
+        return [bits >> 16 * self.line_lanes * n & (1 << 16 * self.line_lanes) - 1 for n in range(count)]
+
     def _lines(self, codes, form):
         lines = []
-        per_line = 16 * self.lanes // form.bits
+        per_line = 16 * self.line_lanes // form.bits
         for first in range(0, len(codes), per_line):
             part = codes[first : first + per_line]
             part = [*part, *[(1 << form.bits) - 1] * (LINE_BITS // form.bits - len(part))]  # padding: NaN
@@ -243,12 +261,16 @@ def codes(rng, format, count, kind="plain"):
 
 def random_pass(passes, rng, queries):
     """Add a random pass of at most `queries` query heads."""
-    lanes, largest = passes.lanes, passes.max_dim
+    lanes, largest = passes.line_lanes, passes.max_dim
 
     def dim():
-        return min(
-            largest, rng.choice([1, 2, lanes - 1, lanes, lanes + 1, 2 * lanes, rng.randint(1, 4 * lanes)])
-        )
+        sizes = [1, 2, lanes // 2, lanes - 1, lanes, lanes + 1, 2 * lanes, rng.randint(1, 4 * lanes)]
+        return min(largest, rng.choice(sizes))
+
+    def pitch(form, dim):
+        """As layouts have it, but sometimes rows that could share a line have lines of their own."""
+        least = (16 * lanes // form.bits).bit_length() - 1 - (dim - 1).bit_length()
+        return max(min(least, 2), 0) if rng.random() < 0.8 else 0
 
     head_dim, value_dim = dim(), dim()
     if rng.random() < 0.1:
@@ -284,6 +306,8 @@ def random_pass(passes, rng, queries):
         v_format=v_format,
         k_scales=k_scales,
         v_scales=v_scales,
+        k_pitch=pitch(k_format, head_dim),
+        v_pitch=pitch(v_format, value_dim),
         factor_bits=factor,
         sinks=sinks if rng.random() < 0.4 else None,
         page_rows=rng.choice([4, 8, 16, 64]),
