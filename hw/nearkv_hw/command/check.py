@@ -22,13 +22,14 @@ from ..abi.descriptor import (
     Status,
 )
 from ..abi.formats import ELEMENT_FORMATS, QUERY_FORMATS, SCALED_BITS, OutputForm
-from ..abi.lines import LINE_BITS, LINE_SHIFT
+from ..abi.lines import LINE_BITS, LINE_BYTES, LINE_SHIFT
 from ..abi.rows import BLOCK_CODES, SCALES_BY_CODE
+from ..arithmetic.decode import code_width
 from ..interfaces import LINE_ADDRESS_BITS
 from ..structs import layout_of
 from .records import Checked, Posted, WalkRead
 
-FEATURES = Feature.NARROW | Feature.SCALES
+FEATURES = Feature.NARROW | Feature.SCALES | Feature.SHORT_ROWS
 """What a device with attention units has."""
 _EXPONENT = slice(23, 31)  # of a float32
 
@@ -135,7 +136,7 @@ class Check(wiring.Component):
             *("k_format", "v_format", "query_format", "kv_head"),
         ):
             m.d.comb += job[name].eq(attend[name])
-        for name in ("k_scale", "v_scale", "k_block", "v_block"):
+        for name in ("k_scale", "v_scale", "k_block", "v_block", "k_pitch", "v_pitch"):
             m.d.comb += job[name].eq(more[name])
 
         with m.FSM():
@@ -230,7 +231,7 @@ def _bad_format(attend, more):
         ~_among(attend.query_format, [form.code for form in QUERY_FORMATS.values()]),
         ~_among(attend.output_form, OutputForm),
     ]
-    for rows in ("k", "v"):
+    for rows, dim in (("k", "head"), ("v", "value")):
         form, scale, block = attend[f"{rows}_format"], more[f"{rows}_scale"], more[f"{rows}_block"]
         wrong += [
             ~_among(form, [form.code for form in ELEMENT_FORMATS.values()]),
@@ -238,9 +239,15 @@ def _bad_format(attend, more):
             ~_among(block, BLOCK_CODES.values()),
             scale.any() & _among(form, whole),
             block.any() & ~scale.any(),
-            more[f"{rows}_pitch"].any(),
+            _bad_pitch(more[f"{rows}_pitch"], attend[f"{dim}_dim"], code_width(form)),
         ]
     return Cat(wrong).any()
+
+
+def _bad_pitch(pitch, dim, width):
+    """Whether rows share lines that they should not, or not as many of them as they should."""
+    fits = [dim <= (LINE_BYTES // 2 >> shared) << width for shared in range(3)]  # of 16-bit elements
+    return ((pitch == 1) & (~fits[1] | fits[2])) | ((pitch == 2) & ~fits[2]) | (pitch == 3)
 
 
 _ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]

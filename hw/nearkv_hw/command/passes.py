@@ -123,6 +123,8 @@ class Passes(wiring.Component):
             "v_scale",
             "k_block",
             "v_block",
+            "k_pitch",
+            "v_pitch",
             "query_format",
             "score_factor",
             "sinks",

@@ -22,6 +22,7 @@ _KEPT = sorted({name for name, _ in data.Layout.cast(Job)} & {name for name, _ i
 _ROWS = data.StructLayout(
     {
         "lines": 4,  # of a row's codes
+        "pitch": 2,  # log2 of the rows that share a line
         "scaled": 1,
         "shift": 3,  # log2 of the bytes of a row's scales
     }
@@ -100,6 +101,7 @@ class Planner(wiring.Component):
             scale, block = job[f"{rows}_scale"], job[f"{rows}_block"]
             m.d.comb += [
                 out[rows].lines.eq(lines_less_one(dim, code_width(job[f"{rows}_format"])) + 1),
+                out[rows].pitch.eq(job[f"{rows}_pitch"]),
                 out[rows].scaled.eq(scale.any()),
                 out[rows].shift.eq(scale_shift(dim, scale, block)),
             ]
@@ -113,9 +115,9 @@ class Planner(wiring.Component):
             size_bytes = Signal(MAX_PAGE_ROWS_LOG2 + LINE_SHIFT + 1, name=f"{rows}_scale_bytes")
             m.d.comb += [
                 size_bytes.eq(Mux(given.scaled, 1 << (log2 + given.shift), 0)),
-                areas.codes.eq(given.lines << log2),
+                areas.codes.eq((given.lines << log2) >> given.pitch),
                 areas.scales.eq((size_bytes >> LINE_SHIFT) + size_bytes[:LINE_SHIFT].any()),
-                areas.codes_first.eq(measured.begin * given.lines),
+                areas.codes_first.eq((measured.begin * given.lines) >> given.pitch),
                 areas.scales_first.eq((measured.begin << given.shift) >> LINE_SHIFT),
             ]
 

@@ -49,6 +49,8 @@ class Job(data.Struct):
     v_scale: 3
     k_block: 3
     v_block: 3
+    k_pitch: 2
+    v_pitch: 2
     query_format: 2
     form: OutputForm
     kv_head: 11
@@ -126,6 +128,8 @@ class Plan(data.Struct):
     v_scale: 3
     k_block: 3
     v_block: 3
+    k_pitch: 2
+    v_pitch: 2
     query_format: 2
     form: OutputForm
     sinks: 1

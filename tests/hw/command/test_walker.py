@@ -180,7 +180,7 @@ def owned_line(memory, tenant, rng, lines=1):
 
 def random_job(memory, config, rng, tenant):
     """A good attention job: its descriptor's fields, and its table, queries and sinks in memory."""
-    head_dim, value_dim = (rng.choice([1, 31, 32, 33, 64, 128, 129, 256]) for _ in range(2))
+    head_dim, value_dim = (rng.choice([1, 8, 16, 31, 32, 33, 64, 128, 129, 256]) for _ in range(2))
     log2 = rng.choice([2, 2, 3, 4, 6])
     entries = rng.choice([1, 3, 8, 9, 30])
     rows = rng.randint(0, entries << log2)
@@ -199,11 +199,13 @@ def random_job(memory, config, rng, tenant):
     how = {
         rows: {"element": rng.choice([0, 1, *range(7)]), "scale": 0, "block": 0, "pitch": 0} for rows in "kv"
     }
-    for own in how.values():
+    for own, dim in zip(how.values(), (head_dim, value_dim), strict=True):
         if own["element"] > 1 and rng.random() < 0.7:
             own |= {"scale": rng.randint(1, 4), "block": rng.randrange(5)}
+        if rng.random() < 0.7:
+            own["pitch"] = Stored.of(**{**own, "pitch": 1}).pitch_code(dim)
     layout = RowLayout(head_dim, value_dim, 1 << log2, *(Stored.of(**own) for own in how.values()))
-    extended = any(own["scale"] for own in how.values()) or rng.random() < 0.2
+    extended = any(own["scale"] or own["pitch"] for own in how.values()) or rng.random() < 0.2
     for n in range(entry_lines * 8):
         line = owned_line(memory, tenant, rng, layout.page_lines)
         put_entry(memory, table + 1 + kv_head * entry_lines, n, ENTRY.pack(valid=1, line=line))
@@ -265,7 +267,7 @@ def spoil(job, memory, rng, tenant):
         lambda: extend(job, **{rng.choice(["softcap", "window", "tree", "reserved_tree"]): 1}),
         lambda: extend(job, **{rng.choice(["k_scale", "v_scale"]): rng.randint(5, 7)}),
         lambda: extend(job, **{rng.choice(["k_block", "v_block"]): rng.randint(5, 7)}),
-        lambda: extend(job, **{rng.choice(["k_pitch", "v_pitch"]): rng.randint(1, 2)}),
+        lambda: extend(job, **{rng.choice(["k_pitch", "v_pitch"]): rng.randint(1, 3)}),
         lambda: extend(job, k_scale=1, k_block=0) or job.update(k_format=rng.randrange(2)),
         lambda: extend(job, v_scale=0, v_block=1),
         lambda: job.update(output_scale=1 << rng.randrange(32)),
@@ -368,9 +370,8 @@ async def sends_one_page_per_cycle(dut):
     job = random_job(memory, config, rng, 0)
     entries = 256
     table = job["table"] // 64
-    job.update(
-        row_begin=0, row_end=4 * entries, page_rows_log2=2, kv_head=0, group=1, head_dim=32, value_dim=32
-    )
+    job.update(row_begin=0, row_end=4 * entries, page_rows_log2=2, kv_head=0, group=1)
+    job.update(head_dim=32, value_dim=32, k_format=0, v_format=0, flags=0)
     memory.lines[table] = TABLE.pack(
         magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=1, entries=entries, committed_rows=4 * entries
     )
@@ -384,7 +385,8 @@ async def sends_one_page_per_cycle(dut):
 def small_job(memory, config, rng, *, entries, committed_rows):
     """A good job of pages of 4 rows, one line of K and one of V each; its table starts in line 0."""
     job = random_job(memory, config, rng, 0)
-    job.update(page_rows_log2=2, kv_head=0, group=1, head_dim=32, value_dim=32)
+    job.update(page_rows_log2=2, kv_head=0, group=1)
+    job.update(head_dim=32, value_dim=32, k_format=0, v_format=0)
     job.update(row_begin=0, row_end=committed_rows, table=0, queries=EXTENT_LINES * 64, flags=0)
     memory.lines.clear()
     memory.lines[0] = TABLE.pack(

@@ -143,9 +143,10 @@ class Reference:
             head[f"{rows}_format"],
             *(more[f"{rows}_{what}"] for what in ("scale", "block", "pitch")),
         )
-        if form > 6 or scale > 4 or block > 4 or pitch or (block and not scale):
+        if form > 6 or scale > 4 or block > 4 or (block and not scale) or (scale and form < 2):
             return False
-        return not (scale and form < 2)
+        stored = Stored.of(element=form, scale=scale, block=block, pitch=pitch)
+        return stored.pitch_code(head["head_dim" if rows == "k" else "value_dim"]) == pitch
 
     def claim(self, claim, tenant):
         extents = range(claim["first_extent"], claim["first_extent"] + claim["extent_count"])
@@ -182,7 +183,11 @@ class Reference:
             "tenant": tenant,
             "queries": heads,
             **{name: job[name] for name in ("head_dim", "value_dim", "k_format", "v_format", "query_format")},
-            **{f"{rows}_{what}": job[f"{rows}_{what}"] for rows in "kv" for what in ("scale", "block")},
+            **{
+                f"{rows}_{what}": job[f"{rows}_{what}"]
+                for rows in "kv"
+                for what in ("scale", "block", "pitch")
+            },
             "score_factor": job["score_factor"],
         }
         for number, jobs in enumerate(sent.jobs):
