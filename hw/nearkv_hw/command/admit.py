@@ -57,6 +57,7 @@ class Admit(wiring.Component):
         header = data.View(layout_of(TABLE), self.tables.payload.data)
         fault = self.tables.payload.fault
         faults = {  # in the order in which they are reported
+            Status.BAD_GEOMETRY: planned.bad_page,
             Status.DENIED: (fault == Fault.DENIED) | (fault == Fault.OUTSIDE),
             Status.POISON: fault == Fault.POISON,
             Status.BAD_TABLE: (header.magic != TABLE_MAGIC)

@@ -187,6 +187,7 @@ class Check(wiring.Component):
                     (line & ATTEND.reserved_mask()).any()
                     | attend.output_scale.any()
                     | (more.as_value() & _EXTENSION_NOT_HAD).any()
+                    | (((attend.flags & FLAG_EXTENDED) != 0) & (attend.query_rows > 1))
                 )
             )
         )

@@ -4,6 +4,7 @@ from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from ..abi.config import EXTENT_BYTES
 from ..abi.descriptor import MAX_PAGE_ROWS_LOG2
 from ..abi.formats import OutputForm
 from ..abi.lines import LINE_BYTES, LINE_SHIFT
@@ -134,6 +135,7 @@ class Planner(wiring.Component):
             out.row_end.eq(job.row_end),
             out.last_page.eq(measured.last_row >> job.page_rows_log2),
             out.bad_rows.eq(measured.bad_rows),
+            out.bad_page.eq((k_lines + v_lines) > EXTENT_BYTES // LINE_BYTES),
             *(plan[name].eq(job[name]) for name in _KEPT),
             plan.query_lines.eq(measured.query_lines),
             plan.result_lines.eq(measured.result_lines),

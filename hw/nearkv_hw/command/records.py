@@ -145,6 +145,7 @@ class Planned(data.Struct):
     row_end: 32
     last_page: 32
     bad_rows: 1  # the rows are reversed, or more than a context may have
+    bad_page: 1  # a page is larger than an extent
     plan: Plan
     claim: Claim
 

@@ -290,10 +290,6 @@ def check(
         summaries=bool(options & OPTION_SUMMARIES),
         softcap=softcap,
     )
-    try:
-        shape.layout(fields["page_rows_log2"])
-    except ValueError:
-        raise Refusal(Status.BAD_GEOMETRY) from None
 
     def line_of(address: int) -> int:
         if address % LINE_BYTES or address >= config.capacity_bytes:
@@ -302,6 +298,11 @@ def check(
 
     lines = {name: line_of(fields[name]) for name in ("table", "queries", "result")}
     sinks = line_of(fields["sinks"]) if fields["flags"] & FLAG_SINKS else None
+    asked = _asked(more, shape, config) if fields["flags"] & FLAG_EXTENDED else None
+    try:
+        shape.layout(fields["page_rows_log2"])
+    except ValueError:
+        raise Refusal(Status.BAD_GEOMETRY) from None
     return Job(
         tenant=tenant,
         shape=shape,
@@ -314,7 +315,7 @@ def check(
         query_line=lines["queries"],
         result_line=lines["result"],
         sink_line=sinks,
-        asked=_asked(more, shape, config) if fields["flags"] & FLAG_EXTENDED else None,
+        asked=asked,
     )
 
 

@@ -115,6 +115,8 @@ class Reference:
             return Status.OK
         if head["output_scale"] or any(more[name] for name in more if name not in ROW_FIELDS):
             return Status.BAD_FLAGS
+        if head["flags"] & FLAG_EXTENDED and head["query_rows"] > 1:
+            return Status.BAD_FLAGS
         if not self.config.units:
             return Status.NO_UNITS
         if not (
@@ -159,6 +161,10 @@ class Reference:
         return Status.OK, 0
 
     def table(self, job, tenant):
+        try:
+            self.layout(job)
+        except ValueError:
+            return Status.BAD_GEOMETRY, None
         header, fault = self.memory.read(job["table"] // 64, tenant)
         if fault:
             return (Status.POISON if fault == POISON else Status.DENIED), None
@@ -223,6 +229,18 @@ class Reference:
                     lines.append({"data": data, "sink": 0, "last": int(last)})
         self.sent.query_outcomes.append({"status": int(status), "page": 0})
 
+    @staticmethod
+    def layout(job):
+        """How a job's rows lie in pages; ValueError when a page is larger than an extent."""
+        k, v = (
+            Stored.of(
+                element=job[f"{rows}_format"],
+                **{what: job[f"{rows}_{what}"] for what in ("scale", "block", "pitch")},
+            )
+            for rows in "kv"
+        )
+        return RowLayout(job["head_dim"], job["value_dim"], 1 << job["page_rows_log2"], k, v)
+
     def send_pages(self, job, table, tenant):
         config = self.config
         page_rows = 1 << job["page_rows_log2"]
@@ -231,13 +249,7 @@ class Reference:
         if begin != end:
             pages = range(begin // page_rows, (end - 1) // page_rows + 1)
         first_entry = job["table"] // 64 + 1 + job["kv_head"] * table_entry_lines(table["entries"])
-        k, v = (
-            Stored.of(
-                element=job[f"{rows}_format"],
-                **{what: job[f"{rows}_{what}"] for what in ("scale", "block", "pitch")},
-            )
-            for rows in "kv"
-        )
+        layout = self.layout(job)
         for page in pages:
             data, fault = self.memory.read(first_entry + page // 8, tenant)
             if fault:
@@ -245,7 +257,6 @@ class Reference:
                 break
             bits = data >> page % 8 * 64 & (1 << 64) - 1
             entry = ENTRY.unpack(bits)
-            layout = RowLayout(job["head_dim"], job["value_dim"], page_rows, k, v)
             if (
                 not entry["valid"]
                 or bits & ENTRY.reserved_mask()
