@@ -109,6 +109,7 @@ class UnitJob(data.Struct):
     v_pitch: 2
     query_format: 2
     score_factor: 32
+    softcap: 32  # float32 bits of C2, zero for none
     sinks: 1  # this unit adds the sinks
 
 

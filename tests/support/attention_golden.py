@@ -75,6 +75,21 @@ def score_of_sink(bits):
     return round_score(sign, m, numerics.SINK_FACTOR, e + numerics.SINK_FACTOR_EXPONENT)
 
 
+def capped_score(argument, cap_bits):
+    """S under a softcap, of its argument U; `cap_bits` are the float32 bits of C2."""
+    _, m, e = float32(cap_bits)
+    a = abs(argument)
+    tanh = 1 << 26
+    for bits, k, first in numerics.TANH_OCTAVES:
+        if a < 1 << bits:
+            t, b, c = numerics.TANH_TABLE[first + (a >> k)]
+            y = a >> k - 20 & (1 << 20) - 1
+            g = b + (c * (y >> 4) + (1 << 15) >> 16)
+            tanh = t + (g * y + (1 << 19) >> 20)
+            break
+    return round_score(argument < 0, tanh, m, e - 26)
+
+
 def weight_of(score):
     """(p, n) of a score; the weight is p * 2^(n - 17)."""
     n, f = score >> numerics.SCORE_FRACTION_BITS, score & ((1 << numerics.SCORE_FRACTION_BITS) - 1)
@@ -127,7 +142,7 @@ def dot_product(q, k):
     return dot
 
 
-def partial(q, rows, values, *, factor_bits, value_dim, sink=None):
+def partial(q, rows, values, *, factor_bits, value_dim, sink=None, cap_bits=0):
     """The partial of one query.
 
     Parameters
@@ -136,6 +151,7 @@ def partial(q, rows, values, *, factor_bits, value_dim, sink=None):
     rows, values : decoded K and V elements of every row.
     factor_bits : float32 bits of c.
     sink : float32 bits, or None.
+    cap_bits : float32 bits of C2, zero without a softcap.
     """
     result = PartialGolden(lanes=[None] * value_dim, flags=[0] * value_dim)
     factor_sign, factor_m, _ = float32(factor_bits)
@@ -151,11 +167,14 @@ def partial(q, rows, values, *, factor_bits, value_dim, sink=None):
         if dot.nan or (dot.positive and dot.negative) or (infinite and factor_m == 0):
             result.nan = True
             continue
-        if infinite:
-            if dot.negative if factor_sign else dot.positive:
-                result.nan = True
+        up = dot.negative if factor_sign else dot.positive
+        if infinite and not cap_bits:
+            result.nan |= up
             continue
-        p, n = weight_of(score_of(dot.state, factor_bits))
+        score = score_of(dot.state, factor_bits)
+        if infinite:
+            score = numerics.SCORE_LIMIT if up else -numerics.SCORE_LIMIT
+        p, n = weight_of(capped_score(score, cap_bits) if cap_bits else score)
         result.denominator = merge(result.denominator, term(0, p, n - 17))
         for lane, x in enumerate(v):
             if x.special is Special.NAN:

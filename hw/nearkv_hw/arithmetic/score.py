@@ -90,9 +90,10 @@ class ScorePipe(wiring.Component):
     -------
     dot : In(DotProduct) : the dot product.
     factor : In(Factor) : the score factor.
+    capped : In : the score goes to a softcap, where an infinite one is a number.
     is_sink : In : score `sink` instead of `dot`.
     sink : In : float32 bits.
-    score : Out : S, 20 fraction bits.
+    score : Out : S, 20 fraction bits; for a softcap U, 26 fraction bits, by the factor that is for that.
     dropped : Out : the row or the sink has no weight.
     nan : Out : the query's result is NaN.
 
@@ -103,6 +104,7 @@ class ScorePipe(wiring.Component):
     latency_cycles = 10
     dot: In(DotProduct)
     factor: In(Factor)
+    capped: In(1)
     is_sink: In(1)
     sink: In(FLOAT_BITS)
     score: Out(signed(SCORE_BITS))
@@ -135,6 +137,7 @@ class ScorePipe(wiring.Component):
         factor_zero = ~factor.significand[-1]
         infinite = dot.positive | dot.negative
         up = Mux(factor.negative, dot.negative, dot.positive)
+        undefined = dot.nan | (dot.positive & dot.negative) | (infinite & factor_zero)
         high_bits = DOT_LIMB_BITS + 1
         empty = dot.top == empty_top(DOT_TOP_BITS)
         high = stage(Mux(self.is_sink | empty, 0, dot.high + (dot.low >> BIN_BITS)), shape=signed(high_bits))
@@ -170,12 +173,15 @@ class ScorePipe(wiring.Component):
                 Mux(
                     self.is_sink,
                     sink_nan,
-                    dot.nan | (dot.positive & dot.negative) | (infinite & (factor_zero | up)),
+                    undefined | (infinite & up & ~self.capped),
                 )
             ),
             9,
         )
-        dropped = later(stage(Mux(self.is_sink, sink_special, dot.nan | infinite)), 9)
+        limited = infinite & ~undefined & self.capped
+        dropped = later(stage(Mux(self.is_sink, sink_special, dot.nan | (infinite & ~limited))), 9)
+        limited = stage(limited & ~self.is_sink)
+        limited_negative = stage(~up)
 
         # 2: magnitude
         minus = high[-1]
@@ -184,7 +190,8 @@ class ScorePipe(wiring.Component):
             (high ^ minus.replicate(high_bits)) + (minus & borrow), shape=unsigned(high_bits)
         )
         magnitude_low = stage(Mux(minus, -low, low), shape=BIN_BITS)
-        negative = later(stage(minus ^ factor_negative), 7)
+        negative = later(stage(Mux(limited, limited_negative, minus ^ factor_negative)), 7)
+        limited = later(limited, 7)
         exponent = stage(unit + multiplier_exponent, shape=signed(_EXPONENT_BITS))
 
         # 3, 4, 5: the top 32 bits from the leading one on. A magnitude of 42 bits or fewer fits the window
@@ -238,7 +245,7 @@ class ScorePipe(wiring.Component):
 
         # 9: round to nearest, ties away from zero, and saturate
         rounded = (shifted + 1) >> 1
-        over = huge | (rounded >> SCORE_LIMIT.bit_length()).any()
+        over = huge | limited | (rounded >> SCORE_LIMIT.bit_length()).any()
         magnitude = stage(Mux(over, SCORE_LIMIT, rounded), shape=SCORE_LIMIT.bit_length())
 
         # 10: sign

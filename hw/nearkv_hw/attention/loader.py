@@ -25,6 +25,8 @@ def pass_parameters(shape):
             "queries": shape.queries.bit_length(),
             "value_dim": 10,
             "factor": Factor,
+            "capped": 1,
+            "cap": Factor,
         }
     )
 
@@ -104,12 +106,13 @@ class Loader(wiring.Component):
         now = Signal(pass_parameters(self.shape))  # of the pass that is being loaded
         query_count_last = Signal(range(self.shape.line_lanes + 1))
         sinks = Signal()
-        code = Signal(FLOAT_BITS)
+        code, cap_code = Signal(FLOAT_BITS), Signal(FLOAT_BITS)
         values = Signal(FLOAT_BITS * self.shape.queries)
         query = Signal(range(self.shape.queries))
         line = Signal(range(self.shape.row_lines))
         m.submodules.factor = factor = FactorDecoder()
-        m.d.comb += factor.code.eq(code)
+        m.submodules.cap = cap = FactorDecoder()
+        m.d.comb += [factor.code.eq(code), cap.code.eq(cap_code)]
         m.d.sync += [
             opened.eq(opened & ~self.freed),
             loaded.eq(loaded & ~self.freed),
@@ -160,6 +163,8 @@ class Loader(wiring.Component):
                         now.value_dim.eq(job.value_dim),
                         sinks.eq(job.sinks),
                         code.eq(job.score_factor),
+                        cap_code.eq(job.softcap),
+                        now.capped.eq(job.softcap.any()),
                     ]
                     m.next = "open"
             with m.State("open"):
@@ -172,7 +177,10 @@ class Loader(wiring.Component):
             with m.State("bank"):
                 for index in range(PASSES):
                     with m.If(own[index]):
-                        m.d.sync += self.passes[index].factor.eq(factor.factor)
+                        m.d.sync += [
+                            self.passes[index].factor.eq(factor.factor),
+                            self.passes[index].cap.eq(cap.factor),
+                        ]
                 with m.If(~bank_taken):
                     m.d.sync += asking.eq((asking & ~self.k_ended) | own)
                     m.next = "queries"

@@ -7,6 +7,7 @@ from amaranth.lib.wiring import In, Out
 from ..abi.numerics import WEIGHT_BITS
 from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, TermAligner, empty_top
 from ..arithmetic.score import FLOAT_BITS, DotProduct, Factor, ScorePipe
+from ..arithmetic.softcap import Softcap
 from ..arithmetic.weight import Weight, WeightPipe
 from ..common.queue import Queue
 from ..interfaces import State
@@ -52,7 +53,7 @@ class Scoring(wiring.Component):
     row_weighed : Out : a row's weights are in the store, in the order of rows.
     openings : In(stream) : start of a pass; taken before the pass's first row comes.
     reads : In(stream) : denominators to read; a read sees what came before it.
-    factors : In : score factors of the passes.
+    factors, capped, caps : In : score factors of the passes; whether they have softcaps, and these.
     counts : In : query heads of the passes.
     slot : In : which row's weights to show; rows take slots in turn.
     weights : Out : that row's weights, one cycle later.
@@ -60,7 +61,7 @@ class Scoring(wiring.Component):
         `read_cycles` after the read was taken.
     """
 
-    weigh_cycles = 1 + ScorePipe.latency_cycles + WeightPipe.latency_cycles
+    weigh_cycles = 1 + ScorePipe.latency_cycles + Softcap.latency_cycles + WeightPipe.latency_cycles
     read_cycles = weigh_cycles + 1 + TermAligner.latency_cycles + 1
 
     def __init__(self, *, queries, pipes):
@@ -78,6 +79,8 @@ class Scoring(wiring.Component):
                 "openings": In(stream.Signature(opening(queries))),
                 "reads": In(stream.Signature(denominator_read(queries))),
                 "factors": In(data.ArrayLayout(Factor, PASSES)),
+                "capped": In(PASSES),
+                "caps": In(data.ArrayLayout(Factor, PASSES)),
                 "counts": In(data.ArrayLayout(queries.bit_length(), PASSES)),
                 "slot": In(range(WEIGHT_SLOTS)),
                 "weights": Out(data.ArrayLayout(Weight, queries)),
@@ -160,8 +163,17 @@ class Scoring(wiring.Component):
         at_score, at_weight = at[1], at[self.weigh_cycles]
         at_limb, at_read = at[self.read_cycles - 1], at[self.read_cycles]
 
-        factor = Signal(Factor)
-        m.d.comb += factor.eq(chosen(self.factors, at_score.number))
+        at_cap = at[1 + ScorePipe.latency_cycles]
+        factor, cap = Signal(Factor), Signal(Factor)
+        capped = Signal()
+        capped_at_cap = Signal()
+        m.d.comb += [
+            factor.eq(chosen(self.factors, at_score.number)),
+            capped.eq(self.capped.bit_select(at_score.number, 1)),
+            # a cap is wanted some cycles after its score, but all scores under way are of one pass or two
+            cap.eq(chosen(self.caps, at[1 + ScorePipe.latency_cycles + Softcap.cap_cycles].number)),
+            capped_at_cap.eq(at_cap.row & self.capped.bit_select(at_cap.number, 1)),
+        ]
         write_slot = Signal(range(WEIGHT_SLOTS))
         with m.If(at_weight.row & at_weight.last):
             m.d.sync += write_slot.eq(write_slot + 1)
@@ -182,21 +194,22 @@ class Scoring(wiring.Component):
             no_sink = Signal(name=f"no_sink_{pipe}", reset_less=True)
             m.d.sync += no_sink.eq(operation.open & ~self.openings.payload.sinks)
             m.submodules[f"score_{pipe}"] = score = ScorePipe()
+            m.submodules[f"softcap_{pipe}"] = softcap = Softcap()
             m.submodules[f"weight_{pipe}"] = pipeline = WeightPipe()
             m.d.comb += [
                 score.dot.eq(dot),
                 score.factor.eq(factor),
                 score.is_sink.eq(at_score.open),
                 score.sink.eq(Mux(no_sink, _NO_SINK, sink)),
-                pipeline.score.eq(score.score),
-                pipeline.dropped.eq(score.dropped),
+                score.capped.eq(capped),
+                softcap.score.eq(score.score),
+                softcap.capped.eq(capped_at_cap),
+                softcap.cap.eq(cap),
+                pipeline.score.eq(softcap.capped_score),
+                pipeline.dropped.eq(_later(m, score.dropped, Softcap.latency_cycles)),
             ]
             weight = pipeline.weight
-            nan = score.nan
-            for cycle in range(WeightPipe.latency_cycles):
-                delayed = Signal(name=f"nan_{pipe}_{cycle}", reset_less=True)
-                m.d.sync += delayed.eq(nan)
-                nan = delayed
+            nan = _later(m, score.nan, Softcap.latency_cycles + WeightPipe.latency_cycles)
 
             for index, query in enumerate(own):
                 m.submodules[f"weights_{query}"] = store = memory.Memory(
@@ -271,6 +284,15 @@ class Scoring(wiring.Component):
             self.query_nan.eq(selected(at_weight, nans, limb_cycles + 1)),
         ]
         return m
+
+
+def _later(m, value, cycles):
+    """A value some cycles later."""
+    for _ in range(cycles):
+        delayed = Signal.like(value, reset_less=True)
+        m.d.sync += delayed.eq(value)
+        value = delayed
+    return value
 
 
 _NO_SINK = 0xFF800000

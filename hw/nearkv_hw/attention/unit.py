@@ -158,6 +158,8 @@ class AttentionUnit(wiring.Component):
             m.d.comb += [
                 *_row_lines(streamer.geometry[number], loader.passes[number]),
                 scoring.factors[number].eq(loader.passes[number].factor),
+                scoring.capped[number].eq(loader.passes[number].capped),
+                scoring.caps[number].eq(loader.passes[number].cap),
                 scoring.counts[number].eq(loader.passes[number].queries),
             ]
         self._tell_stages(m, loader, streamer, issue)

@@ -23,13 +23,14 @@ from ..abi.descriptor import (
 )
 from ..abi.formats import ELEMENT_FORMATS, QUERY_FORMATS, SCALED_BITS, OutputForm
 from ..abi.lines import LINE_BITS, LINE_BYTES, LINE_SHIFT
+from ..abi.numerics import SOFTCAP_LIMIT
 from ..abi.rows import BLOCK_CODES, SCALES_BY_CODE
 from ..arithmetic.decode import code_width
 from ..interfaces import LINE_ADDRESS_BITS
 from ..structs import layout_of
 from .records import Checked, Posted, WalkRead
 
-FEATURES = Feature.NARROW | Feature.SCALES | Feature.SHORT_ROWS
+FEATURES = Feature.NARROW | Feature.SCALES | Feature.SHORT_ROWS | Feature.SOFTCAP
 """What a device with attention units has."""
 _EXPONENT = slice(23, 31)  # of a float32
 
@@ -92,7 +93,8 @@ class Check(wiring.Component):
             Status.NO_UNITS: is_attend if self.units == 0 else Const(0),
             Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend),
             Status.BAD_FORMAT: is_attend & _bad_format(attend, more),
-            Status.BAD_FACTOR: is_attend & attend.score_factor[_EXPONENT].all(),
+            Status.BAD_FACTOR: is_attend
+            & (attend.score_factor[_EXPONENT].all() | (more.softcap > SOFTCAP_LIMIT)),
             Status.BAD_ADDRESS: is_attend & self._bad_address(attend),
         }
         found = Signal(len(faults))
@@ -136,7 +138,7 @@ class Check(wiring.Component):
             *("k_format", "v_format", "query_format", "kv_head"),
         ):
             m.d.comb += job[name].eq(attend[name])
-        for name in ("k_scale", "v_scale", "k_block", "v_block", "k_pitch", "v_pitch"):
+        for name in (*_ROW_FIELDS, "softcap"):
             m.d.comb += job[name].eq(more[name])
 
         with m.FSM():
@@ -253,6 +255,6 @@ def _bad_pitch(pitch, dim, width):
 
 _ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
 _EXTENSION_NOT_HAD = ((1 << LINE_BITS) - 1) & ~sum(
-    ((1 << EXTENSION[name].width) - 1) << EXTENSION.offset(name) for name in _ROW_FIELDS
+    ((1 << EXTENSION[name].width) - 1) << EXTENSION.offset(name) for name in (*_ROW_FIELDS, "softcap")
 )
 """Bits of an extension that must be zero."""

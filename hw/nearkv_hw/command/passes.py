@@ -127,6 +127,7 @@ class Passes(wiring.Component):
             "v_pitch",
             "query_format",
             "score_factor",
+            "softcap",
             "sinks",
         ):
             m.d.comb += unit[name].eq(plan[name])

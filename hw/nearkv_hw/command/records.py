@@ -39,6 +39,7 @@ class Job(data.Struct):
     row_begin: 32
     row_end: 32
     score_factor: 32
+    softcap: 32
     head_dim: 10
     value_dim: 10
     group: 8
@@ -117,6 +118,7 @@ class Plan(data.Struct):
     entry_lines: 30  # lines of one head's entries; known once the table's header is
     kv_head: 11
     score_factor: 32
+    softcap: 32
     head_dim: 10
     value_dim: 10
     group: 8

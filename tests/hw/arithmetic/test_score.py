@@ -28,6 +28,7 @@ class Score(wiring.Component):
 
     dot: In(DotProduct)
     code: In(FLOAT_BITS)
+    capped: In(1)
     is_sink: In(1)
     sink: In(FLOAT_BITS)
     score: Out(signed(SCORE_BITS))
@@ -46,11 +47,16 @@ class Score(wiring.Component):
             self.dropped.eq(pipe.dropped),
             self.nan.eq(pipe.nan),
         ]
-        m.d.sync += [pipe.dot.eq(self.dot), pipe.is_sink.eq(self.is_sink), pipe.sink.eq(self.sink)]
+        m.d.sync += [
+            pipe.dot.eq(self.dot),
+            pipe.capped.eq(self.capped),
+            pipe.is_sink.eq(self.is_sink),
+            pipe.sink.eq(self.sink),
+        ]
         return m
 
 
-INPUTS = {"dot": DotProduct, "code": FLOAT_BITS, "is_sink": 1, "sink": FLOAT_BITS}
+INPUTS = {"dot": DotProduct, "code": FLOAT_BITS, "capped": 1, "is_sink": 1, "sink": FLOAT_BITS}
 OUTPUTS = {"score": signed(SCORE_BITS), "dropped": 1, "nan": 1}
 
 
@@ -70,8 +76,10 @@ def expected(item):
     if dot["nan"] or infinite:
         up = dot["negative"] if code >> 31 else dot["positive"]
         zero = code & 0x7FFFFFFF == 0
-        nan = dot["nan"] or (dot["positive"] and dot["negative"]) or zero or up
-        return None, True, bool(nan)
+        undefined = dot["nan"] or (dot["positive"] and dot["negative"]) or (infinite and zero)
+        if item["capped"] and not undefined:
+            return SCORE_LIMIT if up else -SCORE_LIMIT, False, False
+        return None, True, bool(undefined or up)
     empty = dot["top"] == empty_top(DOT_TOP_BITS)
     return score_of(None if empty else (dot["top"], dot["high"], dot["low"]), code), False, False
 
@@ -110,6 +118,7 @@ async def equals_the_contract(dut):
                 **{name: int(special and rng.random() < 0.4) for name in ("nan", "positive", "negative")},
             },
             "code": rng.choice([code] * 20 + [code & 1 << 31]),
+            "capped": rng.getrandbits(1),
             "is_sink": int(rng.random() < 0.3),
             "sink": rng.choice(
                 [rng.getrandbits(32)] * 2
@@ -130,7 +139,7 @@ async def rounds_ties_away_and_saturates_exactly(dut):
 
     def item(low, high=0, top=1, code=one):
         dot = {"top": top, "high": high, "low": low, "nan": 0, "positive": 0, "negative": 0}
-        return {"dot": dot, "code": code, "is_sink": 0, "sink": 0}
+        return {"dot": dot, "code": code, "capped": 0, "is_sink": 0, "sink": 0}
 
     def scaled(exponent):
         return one + (exponent << 23)

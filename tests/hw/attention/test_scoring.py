@@ -4,8 +4,18 @@
 import cocotb
 import pytest
 from amaranth.lib import data
-from attention_golden import float32, float32_bits, merge, score_of, score_of_sink, term, weight_of
+from attention_golden import (
+    capped_score,
+    float32,
+    float32_bits,
+    merge,
+    score_of,
+    score_of_sink,
+    term,
+    weight_of,
+)
 from cocotb.triggers import RisingEdge
+from nearkv_hw.abi.numerics import SCORE_LIMIT
 from nearkv_hw.arithmetic.binned import empty_top
 from nearkv_hw.arithmetic.score import DOT_TOP_BITS, Factor
 from nearkv_hw.arithmetic.weight import Weight
@@ -43,9 +53,14 @@ def test_pipes_are_checked(pipes):
 def random_factor(rng):
     """(float32 bits, the normalised factor)."""
     bits = float32_bits(rng.choice([0.0, 1.0, -1.0, rng.uniform(-2, 2)]))
+    return bits, factor_of(bits)
+
+
+def factor_of(bits):
+    """A float32 as a pass has it."""
     sign, m, e = float32(bits)
     shift = 24 - m.bit_length() if m else 0
-    return bits, {"significand": m << shift, "exponent": e - shift if m else 0, "negative": sign}
+    return {"significand": m << shift, "exponent": e - shift if m else 0, "negative": sign}
 
 
 def random_dot(rng):
@@ -75,16 +90,20 @@ class Query:
         self.denominator = merge(self.denominator, term(0, p, n - 17))
         return p, n
 
-    def row(self, dot, factor_bits):
+    def row(self, dot, factor_bits, cap_bits):
         """The row's weight, or None."""
         infinite = dot["positive"] or dot["negative"]
-        if dot["nan"] or infinite:
-            sign, m, _ = float32(factor_bits)
-            up = dot["negative"] if sign else dot["positive"]
-            self.nan |= bool(dot["nan"] or (dot["positive"] and dot["negative"]) or m == 0 or up)
+        sign, m, _ = float32(factor_bits)
+        up = dot["negative"] if sign else dot["positive"]
+        undefined = dot["nan"] or (dot["positive"] and dot["negative"]) or (infinite and m == 0)
+        if undefined or (infinite and not cap_bits):
+            self.nan |= bool(undefined or up)
             return None
         state = None if dot["top"] == empty_top(DOT_TOP_BITS) else (dot["top"], dot["high"], dot["low"])
-        return self._add(score_of(state, factor_bits))
+        score = score_of(state, factor_bits)
+        if infinite:
+            score = SCORE_LIMIT if up else -SCORE_LIMIT
+        return self._add(capped_score(score, cap_bits) if cap_bits else score)
 
 
 @cocotb.test()
@@ -97,12 +116,18 @@ async def equals_the_contract(dut, idle):
     reads = StreamSource(dut, "reads", idle=idle, shape=denominator_read(queries))
     edge = RisingEdge(dut.clk)
     slot = 0
-    factors, counts = [{}] * PASSES, [1] * PASSES
+    factors, caps, counts = [{}] * PASSES, [{}] * PASSES, [1] * PASSES
+    capped = 0
     for turn in range(12):
         number = turn % PASSES
         count = counts[number] = rng.randint(1, queries)
         factor_bits, factors[number] = random_factor(rng)
+        cap_bits = float32_bits(rng.uniform(0.1, 90)) if rng.random() < 0.4 else 0
+        caps[number] = factor_of(cap_bits)
+        capped = capped & ~(1 << number) | (cap_bits != 0) << number
         dut.factors.value = pack(data.ArrayLayout(Factor, PASSES), factors)
+        dut.capped.value = capped
+        dut.caps.value = pack(data.ArrayLayout(Factor, PASSES), caps)
         dut.counts.value = pack(data.ArrayLayout(queries.bit_length(), PASSES), counts)
         sinks = [
             rng.choice(
@@ -117,7 +142,8 @@ async def equals_the_contract(dut, idle):
 
         rows = [[random_dot(rng) for _ in range(queries)] for _ in range(rng.choice([0, 1, 5, 50]))]
         weights = [
-            [query.row(dots[index], factor_bits) for index, query in enumerate(golden)] for dots in rows
+            [query.row(dots[index], factor_bits, cap_bits) for index, query in enumerate(golden)]
+            for dots in rows
         ]
         sent = taken = weighed = shown = 0
         begun = cycle()

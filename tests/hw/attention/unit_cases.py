@@ -92,6 +92,7 @@ class Passes:
         k_pitch=0,
         v_pitch=0,
         factor_bits=0x3F800000,
+        cap_bits=0,
         sinks=None,
         page_rows=16,
         first_row=0,
@@ -108,6 +109,7 @@ class Passes:
         k_scales, v_scales : `RowScales`, or None where rows have none.
         k_pitch, v_pitch : log2 of the rows that share a line.
         scale_codes : scales of every row by "k" and "v"; random ones from `rng` if not given.
+        cap_bits : float32 bits of a softcap's C2, zero for none.
         sinks : float32 bits per query, or None.
         page_rows : rows of a page.
         first_row : rows of the first page that come before the first one.
@@ -124,6 +126,7 @@ class Passes:
                 "v_format": v_format.code,
                 "query_format": q_format.code,
                 "score_factor": factor_bits,
+                "softcap": cap_bits,
                 "k_pitch": k_pitch,
                 "v_pitch": v_pitch,
                 "sinks": int(sinks is not None),
@@ -178,6 +181,7 @@ class Passes:
                 factor_bits=factor_bits,
                 value_dim=value_dim,
                 sink=None if sinks is None else sinks[index],
+                cap_bits=cap_bits,
             )
             for index, query in enumerate(q if golden else [])
         ]
@@ -309,6 +313,7 @@ def random_pass(passes, rng, queries):
         k_pitch=pitch(k_format, head_dim),
         v_pitch=pitch(v_format, value_dim),
         factor_bits=factor,
+        cap_bits=float32_bits(rng.uniform(0.5, 90)) if rng.random() < 0.3 else 0,
         sinks=sinks if rng.random() < 0.4 else None,
         page_rows=rng.choice([4, 8, 16, 64]),
         first_row=rng.choice([0, 0, rng.randrange(64)]),

@@ -235,7 +235,8 @@ def random_job(memory, config, rng, tenant):
         "kv_head": kv_head,
         "extension": {
             f"{rows}_{what}": own[what] for rows, own in how.items() for what in ("scale", "block", "pitch")
-        },
+        }
+        | {"softcap": rng.choice([0, rng.randint(1, 0x44800000)])},
     }
 
 
@@ -264,7 +265,8 @@ def spoil(job, memory, rng, tenant):
         lambda: job.update(opcode=rng.randint(3, 255)),
         lambda: job.update(flags=1 << rng.choice([2, 15])),
         lambda: extend(job, options=1 << rng.randrange(16)),
-        lambda: extend(job, **{rng.choice(["softcap", "window", "tree", "reserved_tree"]): 1}),
+        lambda: extend(job, **{rng.choice(["kept", "window", "tree", "reserved_tree"]): 1}),
+        lambda: extend(job, softcap=rng.randint(0x44800001, (1 << 32) - 1)),
         lambda: extend(job, **{rng.choice(["k_scale", "v_scale"]): rng.randint(5, 7)}),
         lambda: extend(job, **{rng.choice(["k_block", "v_block"]): rng.randint(5, 7)}),
         lambda: extend(job, **{rng.choice(["k_pitch", "v_pitch"]): rng.randint(1, 3)}),

@@ -27,6 +27,7 @@ from nearkv_hw.abi.numerics import MAX_ROWS
 from nearkv_hw.abi.rows import Stored
 
 ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
+HAD = [*ROW_FIELDS, "softcap"]
 """What the device has of an extension."""
 
 EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
@@ -80,7 +81,7 @@ class Reference:
         head = ATTEND.unpack(line)
         more = EXTENSION.unpack(posted["extension"] if head["flags"] & FLAG_EXTENDED else 0)
         status = self.first_status(line, head, more)
-        head |= {name: more[name] for name in ROW_FIELDS}
+        head |= {name: more[name] for name in HAD}
         if status is Status.OK and head["opcode"] == Opcode.CLAIM_EXTENTS:
             status, detail = self.claim(CLAIM.unpack(line), tenant)
         elif status is Status.OK and head["opcode"] == Opcode.ATTEND:
@@ -113,7 +114,7 @@ class Reference:
             return Status.BAD_FLAGS
         if not attends:
             return Status.OK
-        if head["output_scale"] or any(more[name] for name in more if name not in ROW_FIELDS):
+        if head["output_scale"] or any(more[name] for name in more if name not in HAD):
             return Status.BAD_FLAGS
         if head["flags"] & FLAG_EXTENDED and head["query_rows"] > 1:
             return Status.BAD_FLAGS
@@ -131,7 +132,7 @@ class Reference:
             return Status.BAD_FORMAT
         if not all(self.rows_are_good(head, more, rows) for rows in "kv"):
             return Status.BAD_FORMAT
-        if head["score_factor"] & 0x7F800000 == 0x7F800000:
+        if head["score_factor"] & 0x7F800000 == 0x7F800000 or more["softcap"] > 0x44800000:
             return Status.BAD_FACTOR
         names = ["table", "queries", "result", *["sinks"] * bool(head["flags"] & FLAG_SINKS)]
         if any(head[name] % 64 or head[name] >= self.config.capacity_bytes for name in names):
@@ -195,6 +196,7 @@ class Reference:
                 for what in ("scale", "block", "pitch")
             },
             "score_factor": job["score_factor"],
+            "softcap": job["softcap"],
         }
         for number, jobs in enumerate(sent.jobs):
             jobs.append({**unit, "sinks": int(sinks and number == 0)})
