@@ -13,7 +13,7 @@ from .abi import memory
 from .abi.descriptor import Status
 from .abi.formats import OutputForm
 from .abi.lines import LINE_BITS, LINE_BYTES
-from .abi.numerics import LIMB_BITS, TOP_BITS
+from .abi.numerics import LIMB_BITS, MAX_ROWS, TOP_BITS
 
 LINE_ADDRESS_BITS = 34
 """Line addresses of a device of at most 1 TiB."""
@@ -21,9 +21,13 @@ TENANT_BITS = 3
 REQUEST_ID_BITS = 20
 """Room for a CXL tag and LD-ID, which the endpoint's requests carry as their id."""
 PAGE_BITS = 21
+"""Page indices of a context of 2^23 - 1 rows in pages of 4."""
+ROW_BITS = MAX_ROWS.bit_length()
+"""Bits of a row's number in its context."""
+POSITION_BITS = 25
+"""Bits of a query row's position, signed."""
 SCALE_ROW_BITS = LINE_BYTES.bit_length() - 1
 """Bits of a row's number among those whose scales share a line; a row has a byte of them at least."""
-"""Page indices of a context of 2^23 - 1 rows in pages of 4."""
 
 
 class Fault(enum.Enum, shape=2):
@@ -96,7 +100,14 @@ class UnitJob(data.Struct):
     """One pass of a job, the same for every unit but for `sinks`."""
 
     tenant: TENANT_BITS
-    queries: 5  # query heads of this pass, 1 to the kept queries
+    queries: 5  # queries of this pass, 1 to the kept ones
+    first: 1  # they are the job's first ones
+    group: 8  # query heads of every query row
+    position: signed(POSITION_BITS)  # of the job's first query row
+    causal: 1  # rows after a query's own position are not seen
+    window: 24  # rows up to the own one that are seen, zero for all
+    kept: 24  # first rows of the context that a window leaves visible
+    slopes: 1  # scores get a bias
     head_dim: 10
     value_dim: 10
     k_format: 4
@@ -113,16 +124,24 @@ class UnitJob(data.Struct):
     sinks: 1  # this unit adds the sinks
 
 
-class QueryLine(data.Struct):
-    """A line of queries, or of sinks, of the pass whose `UnitJob` came last.
+class QueryLineKind(enum.Enum, shape=2):
+    """What a line of the stream of queries holds."""
 
-    Query lines come in order: query 0's lines, query 1's lines, ...; sinks (one line with the pass's float32
-    values from bit 0 up) come after them, to the unit that adds them and to nobody else.
+    QUERY = 0
+    SLOPES = 1
+    SINKS = 2
+
+
+class QueryLine(data.Struct):
+    """A line of queries, or of a list that belongs to them, of the pass whose `UnitJob` came last.
+
+    Query lines come in order: query 0's lines, query 1's lines, ...; after them the lists of the job's query
+    heads, a float32 for each from bit 0 of the first line up: slopes, and sinks to the unit that adds them.
     """
 
     data: LINE_BITS
-    sink: 1
-    last: 1  # last line of the pass
+    kind: QueryLineKind
+    last: 1  # last line of the pass, for the unit
 
 
 class PageItem(data.Struct):
@@ -135,6 +154,7 @@ class PageItem(data.Struct):
     k_scales: LINE_ADDRESS_BITS  # channel line with the first K row's scales, where there are any
     v_scales: LINE_ADDRESS_BITS
     row: SCALE_ROW_BITS  # the first row's number in the page, its lowest bits
+    index: ROW_BITS  # and in the context
     rows: 14  # rows to stream, at least 1
 
 

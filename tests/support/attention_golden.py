@@ -90,6 +90,13 @@ def capped_score(argument, cap_bits):
     return round_score(argument < 0, tanh, m, e - 26)
 
 
+def biased_score(score, distance, slope_bits):
+    """S with ALiBi's bias; `slope_bits` are the float32 bits of a."""
+    sign, m, e = float32(slope_bits)
+    total = score + round_score(sign ^ (distance < 0), abs(distance), m, e)
+    return max(min(total, numerics.SCORE_LIMIT), -numerics.SCORE_LIMIT)
+
+
 def weight_of(score):
     """(p, n) of a score; the weight is p * 2^(n - 17)."""
     n, f = score >> numerics.SCORE_FRACTION_BITS, score & ((1 << numerics.SCORE_FRACTION_BITS) - 1)
@@ -142,7 +149,7 @@ def dot_product(q, k):
     return dot
 
 
-def partial(q, rows, values, *, factor_bits, value_dim, sink=None, cap_bits=0):
+def partial(q, rows, values, *, factor_bits, value_dim, sink=None, cap_bits=0, slope_bits=0, distances=None):
     """The partial of one query.
 
     Parameters
@@ -152,6 +159,8 @@ def partial(q, rows, values, *, factor_bits, value_dim, sink=None, cap_bits=0):
     factor_bits : float32 bits of c.
     sink : float32 bits, or None.
     cap_bits : float32 bits of C2, zero without a softcap.
+    slope_bits : float32 bits of ALiBi's a, zero without.
+    distances : position of every row minus the query's, None where it is not seen; all 0 if not given.
     """
     result = PartialGolden(lanes=[None] * value_dim, flags=[0] * value_dim)
     factor_sign, factor_m, _ = float32(factor_bits)
@@ -161,7 +170,10 @@ def partial(q, rows, values, *, factor_bits, value_dim, sink=None, cap_bits=0):
         else:
             p, n = weight_of(score_of_sink(sink))
             result.denominator = merge(result.denominator, term(0, p, n - 17))
-    for k, v in zip(rows, values, strict=True):
+    distances = [0] * len(rows) if distances is None else distances
+    for k, v, distance in zip(rows, values, distances, strict=True):
+        if distance is None:
+            continue
         dot = dot_product(q, k)
         infinite = dot.positive or dot.negative
         if dot.nan or (dot.positive and dot.negative) or (infinite and factor_m == 0):
@@ -174,7 +186,8 @@ def partial(q, rows, values, *, factor_bits, value_dim, sink=None, cap_bits=0):
         score = score_of(dot.state, factor_bits)
         if infinite:
             score = numerics.SCORE_LIMIT if up else -numerics.SCORE_LIMIT
-        p, n = weight_of(capped_score(score, cap_bits) if cap_bits else score)
+        score = capped_score(score, cap_bits) if cap_bits else score
+        p, n = weight_of(biased_score(score, distance, slope_bits))
         result.denominator = merge(result.denominator, term(0, p, n - 17))
         for lane, x in enumerate(v):
             if x.special is Special.NAN:

@@ -1,15 +1,17 @@
 """The start of a pass: a number for it, its parameters, its queries and sinks."""
 
-from amaranth.hdl import Cat, Module, Mux, Signal
-from amaranth.lib import data, stream, wiring
+from amaranth.hdl import Cat, Module, Mux, Signal, signed
+from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
+from ..abi.descriptor import MAX_GROUP
+from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, code_kind
 from ..arithmetic.score import FLOAT_BITS, Factor, FactorDecoder
-from ..interfaces import TENANT_BITS, QueryLine, UnitJob
+from ..interfaces import POSITION_BITS, TENANT_BITS, QueryLine, QueryLineKind, UnitJob
 from .codes import row_codes, set_row_codes
-from .scoring import opening
+from .scoring import Sight, opening, query_parameters
 from .shape import BANKS, PASSES
 
 
@@ -27,8 +29,14 @@ def pass_parameters(shape):
             "factor": Factor,
             "capped": 1,
             "cap": Factor,
+            "sight": Sight,
+            "biased": 1,
         }
     )
+
+
+_LIST_SHIFT = (LINE_BITS // FLOAT_BITS).bit_length() - 1
+_LIST_LINES = MAX_GROUP >> _LIST_SHIFT
 
 
 def query_load(shape):
@@ -61,6 +69,7 @@ class Loader(wiring.Component):
     jobs, queries : In(stream) : passes, and their lines of queries and sinks.
     loads : Out(stream) : query lines for the cells.
     openings : Out(stream) : the sinks, after the last query line.
+    parameters : Out : parameters of one query (`query_parameters`), before the opening.
     k_ended : In : the pass of that number has no more K.
     freed : In : the pass of that number is over.
     passes : Out : parameters of the passes.
@@ -76,6 +85,7 @@ class Loader(wiring.Component):
                 "queries": In(stream.Signature(QueryLine)),
                 "loads": Out(stream.Signature(query_load(shape))),
                 "openings": Out(stream.Signature(opening(shape.queries))),
+                "parameters": Out(query_parameters(shape.queries)),
                 "k_ended": In(PASSES),
                 "freed": In(PASSES),
                 "passes": Out(data.ArrayLayout(pass_parameters(shape), PASSES)),
@@ -105,7 +115,24 @@ class Loader(wiring.Component):
         ]
         now = Signal(pass_parameters(self.shape))  # of the pass that is being loaded
         query_count_last = Signal(range(self.shape.line_lanes + 1))
-        sinks = Signal()
+        sinks, lists, listed = Signal(), Signal(), Signal()
+        # the query whose parameters come next: its head, and its row's position
+        head, position = Signal(8), Signal(signed(POSITION_BITS))
+        group = Signal(8)
+        list_line = Signal(range(_LIST_LINES + 1))
+        words = {}
+        for kind in (QueryLineKind.SLOPES, QueryLineKind.SINKS):
+            m.submodules[f"list_{kind.name.lower()}"] = kept = memory.Memory(
+                shape=LINE_BITS, depth=_LIST_LINES, init=[]
+            )
+            read, write = kept.read_port(domain="comb"), kept.write_port()
+            m.d.comb += [
+                read.addr.eq(head >> _LIST_SHIFT),
+                write.addr.eq(list_line),
+                write.data.eq(self.queries.payload.data),
+                write.en.eq(lists & self.queries.valid & (self.queries.payload.kind == kind)),
+            ]
+            words[kind] = read.data.word_select(head[:_LIST_SHIFT], FLOAT_BITS)
         code, cap_code = Signal(FLOAT_BITS), Signal(FLOAT_BITS)
         values = Signal(FLOAT_BITS * self.shape.queries)
         query = Signal(range(self.shape.queries))
@@ -136,6 +163,20 @@ class Loader(wiring.Component):
                     self.loads.payload.line.eq(line >> extra),
                     self.loads.payload.block.eq(line[:extra] if extra else 0),
                 ]
+        done = Signal()  # all lists are here
+        m.submodules.slope = slope = FactorDecoder()
+        parameters = Signal(query_parameters(self.shape.queries))  # but for the slope, which is decoded
+        m.d.sync += [
+            parameters.valid.eq(0),
+            parameters.number.eq(number),
+            parameters.query.eq(query),
+            parameters.position.eq(position),
+        ]
+        m.d.comb += [
+            slope.code.eq(words[QueryLineKind.SLOPES]),
+            self.parameters.eq(parameters),
+            self.parameters.slope.eq(slope.factor),
+        ]
         job = self.jobs.payload
         with m.FSM():
             with m.State("job"):
@@ -162,10 +203,18 @@ class Loader(wiring.Component):
                         now.queries.eq(job.queries),
                         now.value_dim.eq(job.value_dim),
                         sinks.eq(job.sinks),
+                        listed.eq(job.sinks | job.slopes | job.causal),
+                        group.eq(job.group),
+                        now.sight.causal.eq(job.causal),
+                        now.sight.window.eq(job.window),
+                        now.sight.kept.eq(job.kept),
+                        now.biased.eq(job.slopes),
                         code.eq(job.score_factor),
                         cap_code.eq(job.softcap),
                         now.capped.eq(job.softcap.any()),
                     ]
+                    with m.If(job.first):
+                        m.d.sync += [head.eq(0), position.eq(job.position)]
                     m.next = "open"
             with m.State("open"):
                 for index in range(PASSES):
@@ -191,12 +240,35 @@ class Loader(wiring.Component):
                     with m.If(self.loads.payload.last):
                         m.d.sync += query.eq(query + 1)
                         with m.If(query + 1 == now.queries):
-                            m.next = "sinks"
-            with m.State("sinks"):
-                m.d.comb += self.queries.ready.eq(sinks)
-                m.d.sync += values.eq(self.queries.payload.data)
-                with m.If(~sinks | self.queries.valid):
+                            m.d.sync += [query.eq(0), list_line.eq(0)]
+                            m.next = "lists"
+            with m.State("lists"):
+                m.d.comb += [lists.eq((now.biased | sinks) & ~done), self.queries.ready.eq(lists)]
+                last_line = list_line == (group - 1) >> _LIST_SHIFT
+                with m.If(~lists):
+                    m.d.sync += done.eq(0)
                     m.next = "opening"
+                    with m.If(listed):
+                        m.next = "parameters"
+                with m.Elif(self.queries.valid):
+                    m.d.sync += list_line.eq(Mux(last_line, 0, list_line + 1))
+                    with m.If(last_line):
+                        m.d.sync += done.eq((self.queries.payload.kind == QueryLineKind.SINKS) | ~sinks)
+            with m.State("parameters"):
+                m.d.sync += [
+                    parameters.valid.eq(1),
+                    query.eq(query + 1),
+                    head.eq(Mux(head + 1 == group, 0, head + 1)),
+                    position.eq(position + (head + 1 == group)),
+                ]
+                for index in range(self.shape.queries):
+                    with m.If(query == index):
+                        sink = words[QueryLineKind.SINKS]
+                        m.d.sync += values[index * FLOAT_BITS :][:FLOAT_BITS].eq(sink)
+                with m.If(query + 1 == now.queries):
+                    m.next = "written"
+            with m.State("written"):
+                m.next = "opening"
             with m.State("opening"):
                 m.d.comb += self.openings.valid.eq(1)
                 with m.If(self.openings.ready):

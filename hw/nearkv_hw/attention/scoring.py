@@ -1,18 +1,19 @@
 """From dot products to weights: queue of rows, score and weight pipes, weight store, denominators."""
 
-from amaranth.hdl import Cat, Module, Mux, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi.numerics import WEIGHT_BITS
+from ..arithmetic.bias import DISTANCE_BITS, Bias
 from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, TermAligner, empty_top
 from ..arithmetic.score import FLOAT_BITS, DotProduct, Factor, ScorePipe
 from ..arithmetic.softcap import Softcap
 from ..arithmetic.weight import Weight, WeightPipe
 from ..common.queue import Queue
-from ..interfaces import State
+from ..interfaces import POSITION_BITS, ROW_BITS, State
 from .array import row_dots
-from .shape import PASSES, chosen
+from .shape import PASSES, RowBlock, chosen
 
 WEIGHT_SLOTS = 64
 """Rows whose K may come ahead of their V: enough to hide the way from the last K line to the weight."""
@@ -27,6 +28,27 @@ def opening(queries):
             "number": range(PASSES),
             "sinks": 1,
             "values": data.ArrayLayout(FLOAT_BITS, queries),  # float32
+        }
+    )
+
+
+class Sight(data.Struct):
+    """Which rows a query sees, by their positions and its own."""
+
+    causal: 1  # none after its own
+    window: 24  # none so many before its own, zero for no such limit
+    kept: 24  # but the first so many of the context
+
+
+def query_parameters(queries):
+    """What is told of a query while its pass is loaded."""
+    return data.StructLayout(
+        {
+            "valid": 1,
+            "number": range(PASSES),
+            "query": range(queries),
+            "position": signed(POSITION_BITS),  # of its row
+            "slope": Factor,
         }
     )
 
@@ -54,6 +76,9 @@ class Scoring(wiring.Component):
     openings : In(stream) : start of a pass; taken before the pass's first row comes.
     reads : In(stream) : denominators to read; a read sees what came before it.
     factors, capped, caps : In : score factors of the passes; whether they have softcaps, and these.
+    sights, biased : In : which rows their queries see; whether scores have a bias.
+    parameters : In : parameters of a query, kept from the next cycle on.
+    blocks : In(stream) : rows that come, in their order; taken while the last of them is.
     counts : In : query heads of the passes.
     slot : In : which row's weights to show; rows take slots in turn.
     weights : Out : that row's weights, one cycle later.
@@ -61,7 +86,8 @@ class Scoring(wiring.Component):
         `read_cycles` after the read was taken.
     """
 
-    weigh_cycles = 1 + ScorePipe.latency_cycles + Softcap.latency_cycles + WeightPipe.latency_cycles
+    biased_cycles = 1 + ScorePipe.latency_cycles + Softcap.latency_cycles + 1
+    weigh_cycles = biased_cycles + WeightPipe.latency_cycles
     read_cycles = weigh_cycles + 1 + TermAligner.latency_cycles + 1
 
     def __init__(self, *, queries, pipes):
@@ -81,6 +107,10 @@ class Scoring(wiring.Component):
                 "factors": In(data.ArrayLayout(Factor, PASSES)),
                 "capped": In(PASSES),
                 "caps": In(data.ArrayLayout(Factor, PASSES)),
+                "sights": In(data.ArrayLayout(Sight, PASSES)),
+                "biased": In(PASSES),
+                "parameters": In(query_parameters(queries)),
+                "blocks": In(stream.Signature(RowBlock)),
                 "counts": In(data.ArrayLayout(queries.bit_length(), PASSES)),
                 "slot": In(range(WEIGHT_SLOTS)),
                 "weights": Out(data.ArrayLayout(Weight, queries)),
@@ -113,6 +143,7 @@ class Scoring(wiring.Component):
                 "number": range(PASSES),
                 "index": index_shape,
                 "pipe": range(self.pipes),
+                "position": ROW_BITS,
             }
         )
         operation = Signal(operation_layout)
@@ -154,6 +185,17 @@ class Scoring(wiring.Component):
             ]
             m.d.sync += row_index.eq(Mux(operation.last, 0, row_index + 1))
         m.d.comb += self.row_taken.eq(queue.o.ready & queue.o.valid)
+        # which row of the context it is
+        m.submodules.blocks = blocks = Queue(shape=RowBlock, depth=WEIGHT_SLOTS)
+        wiring.connect(m, wiring.flipped(self.blocks), blocks.i)
+        done = Signal(blocks.o.payload.rows.shape())
+        last_row = done + 1 == blocks.o.payload.rows
+        m.d.comb += [
+            operation.position.eq(blocks.o.payload.index + done),
+            blocks.o.ready.eq(operation.row & operation.last & last_row),
+        ]
+        with m.If(operation.row & operation.last):
+            m.d.sync += done.eq(Mux(last_row, 0, done + 1))
 
         at = [operation]
         for cycle in range(1, self.read_cycles + 1):
@@ -163,6 +205,16 @@ class Scoring(wiring.Component):
         at_score, at_weight = at[1], at[self.weigh_cycles]
         at_limb, at_read = at[self.read_cycles - 1], at[self.read_cycles]
 
+        index_bits = len(operation.index)
+        parameter_shape = data.StructLayout({"position": signed(POSITION_BITS), "slope": Factor})
+        # a distance goes into the bias so early that the score meets it
+        distance_cycles = self.biased_cycles - Bias.latency_cycles
+        at_parameters, at_distance = at[distance_cycles - 1], at[distance_cycles]
+        biased, sight = Signal(), Signal(Sight)
+        m.d.comb += [
+            biased.eq(self.biased.bit_select(at_distance.number, 1)),
+            sight.eq(chosen(self.sights, at_distance.number)),
+        ]
         at_cap = at[1 + ScorePipe.latency_cycles]
         factor, cap = Signal(Factor), Signal(Factor)
         capped = Signal()
@@ -196,6 +248,30 @@ class Scoring(wiring.Component):
             m.submodules[f"score_{pipe}"] = score = ScorePipe()
             m.submodules[f"softcap_{pipe}"] = softcap = Softcap()
             m.submodules[f"weight_{pipe}"] = pipeline = WeightPipe()
+            m.submodules[f"bias_{pipe}"] = bias = Bias()
+
+            # who sees the row, from where
+            m.submodules[f"parameters_{pipe}"] = stored = memory.Memory(
+                shape=parameter_shape, depth=PASSES * per_pipe, init=[]
+            )
+            read, write = stored.read_port(domain="comb"), stored.write_port()
+            own_query = self.parameters.query - pipe * per_pipe
+            parameters = Signal(parameter_shape, reset_less=True, name=f"parameters_{pipe}")
+            m.d.comb += [
+                write.addr.eq(Cat(self.parameters.number, own_query[:index_bits])),
+                write.data.position.eq(self.parameters.position),
+                write.data.slope.eq(self.parameters.slope),
+                write.en.eq(
+                    self.parameters.valid
+                    & (self.parameters.query >= own.start)
+                    & (self.parameters.query < own.stop)
+                ),
+                read.addr.eq(Cat(at_parameters.number, at_parameters.index)),
+            ]
+            m.d.sync += parameters.eq(read.data)
+            distance = Signal(signed(DISTANCE_BITS), name=f"distance_{pipe}")
+            m.d.comb += distance.eq(at_distance.position - parameters.position)
+            hidden = _hidden(m, distance, at_distance, sight)
             m.d.comb += [
                 score.dot.eq(dot),
                 score.factor.eq(factor),
@@ -205,11 +281,18 @@ class Scoring(wiring.Component):
                 softcap.score.eq(score.score),
                 softcap.capped.eq(capped_at_cap),
                 softcap.cap.eq(cap),
-                pipeline.score.eq(softcap.capped_score),
-                pipeline.dropped.eq(_later(m, score.dropped, Softcap.latency_cycles)),
+                bias.distance.eq(distance),
+                bias.slope.eq(Mux(at_distance.row & biased, parameters.slope, 0)),
+                bias.score.eq(softcap.capped_score),
+                pipeline.score.eq(bias.biased),
+                pipeline.dropped.eq(_later(m, score.dropped, Softcap.latency_cycles + 1) | hidden),
             ]
             weight = pipeline.weight
-            nan = _later(m, score.nan, Softcap.latency_cycles + WeightPipe.latency_cycles)
+            nan = _later(
+                m,
+                _later(m, score.nan, Softcap.latency_cycles + 1) & ~hidden,
+                WeightPipe.latency_cycles,
+            )
 
             for index, query in enumerate(own):
                 m.submodules[f"weights_{query}"] = store = memory.Memory(
@@ -284,6 +367,23 @@ class Scoring(wiring.Component):
             self.query_nan.eq(selected(at_weight, nans, limb_cycles + 1)),
         ]
         return m
+
+
+def _hidden(m, distance, operation, sight):
+    """Whether a row is not seen, `Bias.latency_cycles` after its distance."""
+    after = Signal(reset_less=True)
+    before = Signal(signed(DISTANCE_BITS), reset_less=True)
+    kept, causal, windowed = (Signal(reset_less=True) for _ in range(3))
+    m.d.sync += [
+        after.eq(distance > 0),
+        before.eq(distance + sight.window),
+        kept.eq(operation.position < sight.kept),
+        causal.eq(operation.row & sight.causal),
+        windowed.eq(operation.row & sight.window.any()),
+    ]
+    hidden = Signal(reset_less=True)
+    m.d.sync += hidden.eq((causal & after) | (windowed & (before <= 0) & ~kept))
+    return _later(m, hidden, Bias.latency_cycles - 2)
 
 
 def _later(m, value, cycles):

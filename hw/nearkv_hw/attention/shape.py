@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from amaranth.hdl import Mux
-from amaranth.lib import enum
+from amaranth.lib import data, enum
 
 from ..abi.descriptor import MAX_HEAD_DIM, MAX_VALUE_DIM
 from ..abi.formats import SCALE_BLOCKS
+from ..interfaces import ROW_BITS
 
 BANKS = 2
 """Passes whose queries are kept, and passes whose sums are: pass n has bank n mod BANKS of both."""
@@ -27,6 +28,16 @@ SCALE_LANES = SCALE_BLOCKS[0]
 
 MAX_DIM = max(MAX_HEAD_DIM, MAX_VALUE_DIM)
 """Largest head_dim and value_dim of a job."""
+
+BLOCK_ROWS = 16
+"""Rows that are streamed in one go."""
+
+
+class RowBlock(data.Struct):
+    """Consecutive rows of a context."""
+
+    index: ROW_BITS  # the first one
+    rows: range(BLOCK_ROWS + 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,17 @@ from amaranth.lib.wiring import In, Out
 
 from ..common.buffer import Buffer
 from ..common.queue import Queue
-from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, SCALE_ROW_BITS, TENANT_BITS, PageItem, ReadRequest
+from ..interfaces import (
+    LINE_ADDRESS_BITS,
+    PAGE_BITS,
+    SCALE_ROW_BITS,
+    TENANT_BITS,
+    PageItem,
+    ReadRequest,
+)
 from .scoring import WEIGHT_SLOTS
-from .shape import PASSES, chosen
+from .shape import BLOCK_ROWS, PASSES, RowBlock, chosen
 
-BLOCK_ROWS = 16
 VALUE_BLOCKS = 16
 """V blocks that wait for their turn."""
 V_TURN_ROWS = WEIGHT_SLOTS // 2
@@ -100,6 +106,7 @@ class Streamer(wiring.Component):
     start : In : there is a pass of that number, whose pages may be streamed.
     loaded : In : the pass's K will be taken; until then V goes first.
     geometry : In : of the passes, from the cycle of `start` until its last line was taken.
+    rows : Out(stream) : blocks of K rows (`RowBlock`), in their order.
     requests : Out(stream) : reads of lines.
     tags : Out(stream) : what the lines are, in the order of the requests; ends of passes stand between.
     busy : Out : there is something to stream.
@@ -117,6 +124,7 @@ class Streamer(wiring.Component):
                 "start": In(PASSES),
                 "loaded": In(PASSES),
                 "geometry": In(data.ArrayLayout(geometry(shape), PASSES)),
+                "rows": Out(stream.Signature(RowBlock)),
                 "requests": Out(stream.Signature(ReadRequest)),
                 "tags": Out(stream.Signature(line_tag(shape))),
                 "busy": Out(1),
@@ -220,8 +228,14 @@ class Streamer(wiring.Component):
             k_geometry.eq(chosen(self.geometry, k_number)),
             v_geometry.eq(chosen(self.geometry, v_number)),
             k_ready.eq(
-                item_valid & startable.bit_select(k_number, 1) & values.i.ready & (next_rows <= slots)
+                item_valid
+                & startable.bit_select(k_number, 1)
+                & values.i.ready
+                & self.rows.ready
+                & (next_rows <= slots)
             ),
+            self.rows.payload.index.eq(item.index),
+            self.rows.payload.rows.eq(next_rows),
             v_ready.eq(values.o.valid),
             k_first.eq(self.loaded.bit_select(k_number, 1)),
             k_chosen.eq(k_ready & ((k_first & ~(v_turn & (slots < V_TURN_ROWS))) | ~v_ready)),
@@ -247,7 +261,7 @@ class Streamer(wiring.Component):
         with m.If(choose):
             m.d.sync += [active.eq(k_ready | v_ready), v_turn.eq(~k_chosen)]
             with m.If(k_chosen):
-                m.d.comb += values.i.valid.eq(1)
+                m.d.comb += [values.i.valid.eq(1), self.rows.valid.eq(~item.last)]
                 with m.If(item.last):
                     for number in range(PASSES):
                         with m.If(k_number == number):
@@ -261,6 +275,7 @@ class Streamer(wiring.Component):
                     fresh.eq(0),
                     item.rows.eq(item.rows - most),
                     item.row.eq(item.row + most),
+                    item.index.eq(item.index + most),
                     item_valid.eq(~item.last & (item.rows > most)),
                 ]
                 for kind in ("k", "v"):

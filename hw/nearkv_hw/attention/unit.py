@@ -117,6 +117,7 @@ class AttentionUnit(wiring.Component):
         wiring.connect(m, lines.o, issue.lines)
         wiring.connect(m, loader.loads, issue.loads)
         wiring.connect(m, loader.openings, scoring.openings)
+        wiring.connect(m, streamer.rows, scoring.blocks)
         wiring.connect(m, drain.denominator_reads, scoring.reads)
         wiring.connect(m, drain.lane_reads, issue.reads)
         wiring.connect(m, drain.partials, flipped(self.partials))
@@ -136,6 +137,7 @@ class AttentionUnit(wiring.Component):
             array.scales.eq(issue.scales),
             array.scale_kind.eq(issue.scale_kind),
             array.weights.eq(scoring.weights),
+            scoring.parameters.eq(loader.parameters),
             scoring.slot.eq(issue.slot),
             scoring.row_valid.eq(array.row_valid),
             scoring.row.eq(array.row),
@@ -160,6 +162,8 @@ class AttentionUnit(wiring.Component):
                 scoring.factors[number].eq(loader.passes[number].factor),
                 scoring.capped[number].eq(loader.passes[number].capped),
                 scoring.caps[number].eq(loader.passes[number].cap),
+                scoring.sights[number].eq(loader.passes[number].sight),
+                scoring.biased[number].eq(loader.passes[number].biased),
                 scoring.counts[number].eq(loader.passes[number].queries),
             ]
         self._tell_stages(m, loader, streamer, issue)

@@ -18,6 +18,8 @@ from ..abi.descriptor import (
     MAX_VALUE_DIM,
     MIN_PAGE_ROWS_LOG2,
     NOP,
+    OPTION_ALIBI,
+    OPTION_CAUSAL,
     Opcode,
     Status,
 )
@@ -30,8 +32,16 @@ from ..interfaces import LINE_ADDRESS_BITS
 from ..structs import layout_of
 from .records import Checked, Posted, WalkRead
 
-FEATURES = Feature.NARROW | Feature.SCALES | Feature.SHORT_ROWS | Feature.SOFTCAP
+FEATURES = (
+    Feature.NARROW
+    | Feature.SCALES
+    | Feature.SHORT_ROWS
+    | Feature.SOFTCAP
+    | Feature.ALIBI
+    | Feature.QUERY_ROWS
+)
 """What a device with attention units has."""
+_CAUSAL, _ALIBI = (option.bit_length() - 1 for option in (OPTION_CAUSAL, OPTION_ALIBI))
 _EXPONENT = slice(23, 31)  # of a float32
 
 
@@ -91,11 +101,11 @@ class Check(wiring.Component):
             Status.BAD_OPCODE: ~_among(attend.opcode, Opcode),
             Status.BAD_FLAGS: self._bad_flags(attend, more),
             Status.NO_UNITS: is_attend if self.units == 0 else Const(0),
-            Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend),
+            Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend, extended),
             Status.BAD_FORMAT: is_attend & _bad_format(attend, more),
             Status.BAD_FACTOR: is_attend
             & (attend.score_factor[_EXPONENT].all() | (more.softcap > SOFTCAP_LIMIT)),
-            Status.BAD_ADDRESS: is_attend & self._bad_address(attend),
+            Status.BAD_ADDRESS: is_attend & self._bad_address(attend, more),
         }
         found = Signal(len(faults))
         status = Signal(Status)
@@ -134,12 +144,19 @@ class Check(wiring.Component):
         for name in ("table", "queries", "result", "sinks"):
             m.d.comb += job[f"{name}_line"].eq(attend[name] >> LINE_SHIFT)
         for name in (
-            *("row_begin", "row_end", "score_factor", "head_dim", "value_dim", "group", "page_rows_log2"),
+            *("row_begin", "row_end", "score_factor", "head_dim", "value_dim", "group", "query_rows"),
+            "page_rows_log2",
             *("k_format", "v_format", "query_format", "kv_head"),
         ):
             m.d.comb += job[name].eq(attend[name])
-        for name in (*_ROW_FIELDS, "softcap"):
+        for name in (*_ROW_FIELDS, "softcap", "window", "kept"):
             m.d.comb += job[name].eq(more[name])
+        m.d.comb += [
+            job.position.eq(more.first_position),
+            job.causal.eq(more.options[_CAUSAL] | more.window.any()),
+            job.slopes.eq(more.options[_ALIBI]),
+            job.slopes_line.eq(more.slopes),
+        ]
 
         with m.FSM():
             with m.State("TEST"):
@@ -179,6 +196,7 @@ class Check(wiring.Component):
         """A flag that opcode or device has not, or a field without meaning that is not zero."""
         line = self.i.payload.line
         known = FLAG_SINKS | FLAG_EXTENDED
+        positioned = more.options[_CAUSAL] | more.options[_ALIBI] | more.window.any()
         allowed = (attend.opcode == Opcode.ATTEND) & ((attend.flags & ~known) == 0)
         reserved = (
             ((attend.opcode == Opcode.NOP) & (line & NOP.reserved_mask()).any())
@@ -189,13 +207,15 @@ class Check(wiring.Component):
                     (line & ATTEND.reserved_mask()).any()
                     | attend.output_scale.any()
                     | (more.as_value() & _EXTENSION_NOT_HAD).any()
-                    | (((attend.flags & FLAG_EXTENDED) != 0) & (attend.query_rows > 1))
+                    | (~positioned & more.first_position.any())
+                    | (~more.window.any() & more.kept.any())
+                    | (~more.options[_ALIBI] & more.slopes.any())
                 )
             )
         )
         return (attend.flags.any() & ~allowed) | reserved
 
-    def _bad_address(self, attend):
+    def _bad_address(self, attend, more):
         """A part of the job that starts at no whole line, or beyond the memory."""
         sinks = (attend.flags & FLAG_SINKS) != 0
         return (
@@ -203,6 +223,7 @@ class Check(wiring.Component):
             | self._outside(attend.queries)
             | self._outside(attend.result)
             | (sinks & self._outside(attend.sinks))
+            | (more.slopes >> self.capacity_lines.bit_length() - 1).any()
         )
 
     def _outside(self, address):
@@ -214,7 +235,7 @@ def _among(value, choices):
     return Cat(value == int(choice) for choice in choices).any()
 
 
-def _bad_geometry(attend):
+def _bad_geometry(attend, extended):
     return Cat(
         attend.head_dim == 0,
         attend.head_dim > MAX_HEAD_DIM,
@@ -222,7 +243,8 @@ def _bad_geometry(attend):
         attend.value_dim > MAX_VALUE_DIM,
         attend.group == 0,
         attend.group > MAX_GROUP,
-        attend.query_rows != 1,
+        attend.query_rows == 0,
+        (attend.query_rows != 1) & ~extended,
         attend.page_rows_log2 < MIN_PAGE_ROWS_LOG2,
         attend.page_rows_log2 > MAX_PAGE_ROWS_LOG2,
     ).any()
@@ -254,7 +276,9 @@ def _bad_pitch(pitch, dim, width):
 
 
 _ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
-_EXTENSION_NOT_HAD = ((1 << LINE_BITS) - 1) & ~sum(
-    ((1 << EXTENSION[name].width) - 1) << EXTENSION.offset(name) for name in (*_ROW_FIELDS, "softcap")
+_FIELDS_HAD = (*_ROW_FIELDS, "softcap", "window", "kept", "first_position", "slopes")
+_EXTENSION_NOT_HAD = ((1 << LINE_BITS) - 1) & ~(
+    sum(((1 << EXTENSION[name].width) - 1) << EXTENSION.offset(name) for name in _FIELDS_HAD)
+    | (OPTION_CAUSAL | OPTION_ALIBI) << EXTENSION.offset("options")
 )
 """Bits of an extension that must be zero."""

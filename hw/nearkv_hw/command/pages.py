@@ -9,7 +9,7 @@ from ..abi.descriptor import Status
 from ..abi.lines import LINE_SHIFT
 from ..abi.memory import ENTRIES_PER_LINE, ENTRY
 from ..common.buffer import Buffer
-from ..interfaces import PAGE_BITS, PageItem
+from ..interfaces import PAGE_BITS, ROW_BITS, PageItem
 from ..structs import layout_of
 from .queries import line_status
 from .reader import RunIssue
@@ -25,6 +25,7 @@ TOKEN = data.StructLayout(
         "first": 1,
         "last": 1,
         "page": PAGE_BITS,
+        "index": ROW_BITS,  # of the page's first row
         "status": Status,  # of the line that the entry came in
         "entry": layout_of(ENTRY),
     }
@@ -136,14 +137,14 @@ class PageFeed(wiring.Component):
     def _walk(self, m, work, token, full, free, failed, dropping):
         """Takes lines apart: one token per page, and one at the end of the pass."""
         line = self.lines.payload
-        page = Signal(PAGE_BITS, reset_less=True)
+        page, index = Signal(PAGE_BITS, reset_less=True), Signal(ROW_BITS, reset_less=True)
         is_last = page == work.last_page
         with m.If(free):
             m.d.sync += full.eq(0)
         with m.FSM():
             with m.State("START"):
                 m.d.comb += self.i.ready.eq(1)
-                m.d.sync += page.eq(self.i.payload.first_page)
+                m.d.sync += [page.eq(self.i.payload.first_page), index.eq(self.i.payload.first_index)]
                 with m.If(self.i.valid):
                     m.next = "WALK"
                     with m.If(self.i.payload.empty):
@@ -160,9 +161,11 @@ class PageFeed(wiring.Component):
                         token.first.eq(page == work.first_page),
                         token.last.eq(is_last),
                         token.page.eq(page),
+                        token.index.eq(index),
                         token.status.eq(line_status(line.fault)),
                         token.entry.eq(line.data.word_select(within, ENTRY.width)),
                         page.eq(page + 1),
+                        index.eq(index + work.page_rows),
                     ]
                     with m.If(is_last):
                         m.next = "END"
@@ -221,6 +224,7 @@ class PageFeed(wiring.Component):
             item.last.eq(token.end),
             item.page.eq(token.page),
             item.row.eq(first_row),
+            item.index.eq(token.index + first_row),
             item.rows.eq(Mux(token.last, work.last_end, work.page_rows) - first_row),
             emits.eq(full & (token.end | (status == Status.OK))),
             room.eq(~Cat(blocked).any() & (~token.end | told)),

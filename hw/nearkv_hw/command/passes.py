@@ -5,16 +5,16 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi.config import QUERY_CHOICES
+from ..abi.descriptor import WORD_BYTES
 from ..abi.lines import LINE_BYTES
 from ..abi.memory import ENTRIES_PER_LINE
 from ..interfaces import LINE_ADDRESS_BITS, ResultJob, UnitJob
-from .records import RUN_BITS, PageWork, Plan, QueryWork, Run
+from .records import QUERIES_BITS, RUN_BITS, PageWork, Plan, QueryWork, Run
 
 PASS = data.StructLayout(
     {
         "unit": UnitJob,
         "result": ResultJob,
-        "query_run": Run,
         "query_work": QueryWork,
         "entry_run": Run,
         "page_work": PageWork,
@@ -23,15 +23,15 @@ PASS = data.StructLayout(
 """All that the blocks behind need to know of a pass."""
 
 _ENTRIES_SHIFT = ENTRIES_PER_LINE.bit_length() - 1
-_SINKS_SHIFT = (LINE_BYTES // 4).bit_length() - 1
+_LIST_SHIFT = (LINE_BYTES // WORD_BYTES).bit_length() - 1
 
 
 class Passes(wiring.Component):
-    """Splits jobs into passes of at most `queries` query heads and works out where everything of a pass lies.
+    """Splits jobs into passes of at most `queries` queries and works out where everything of a pass lies.
 
     Parameters
     ----------
-    queries : query heads that a unit keeps per pass: 1, 2, 4, 8 or 16.
+    queries : queries that a unit keeps per pass: 1, 2, 4, 8 or 16.
 
     Members
     -------
@@ -53,8 +53,8 @@ class Passes(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         plan, given = self.i.payload, self.i.payload.work
-        head = Signal(8)  # first query head of the pass
-        heads = Signal(5)  # query heads of the pass
+        head = Signal(QUERIES_BITS)  # first query of the pass
+        heads = Signal(5)  # queries of the pass
         entry_offset = Signal(plan.kv_head.shape().width + plan.entry_lines.shape().width, reset_less=True)
         query_line = Signal(LINE_ADDRESS_BITS, reset_less=True)
         result_line = Signal(LINE_ADDRESS_BITS, reset_less=True)
@@ -70,7 +70,7 @@ class Passes(wiring.Component):
                 first, last = given.first_page >> _ENTRIES_SHIFT, given.last_page >> _ENTRIES_SHIFT
                 m.d.sync += [
                     head.eq(0),
-                    heads.eq(self._at_most(plan.group)),
+                    heads.eq(self._at_most(plan.queries)),
                     entry_offset.eq(plan.kv_head * plan.entry_lines),
                     entry_count.eq(Mux(given.empty, 0, last - first + 1)),
                     query_line.eq(plan.queries_line),
@@ -97,8 +97,8 @@ class Passes(wiring.Component):
                     ]
                     m.next = "NEXT"
             with m.State("NEXT"):
-                m.d.sync += heads.eq(self._at_most((plan.group - head)[:8]))
-                with m.If(head == plan.group):
+                m.d.sync += heads.eq(self._at_most((plan.queries - head)[:QUERIES_BITS]))
+                with m.If(head == plan.queries):
                     m.d.comb += self.i.ready.eq(1)
                     m.next = "START"
                 with m.Else():
@@ -129,24 +129,31 @@ class Passes(wiring.Component):
             "score_factor",
             "softcap",
             "sinks",
+            "slopes",
+            "group",
+            "position",
+            "causal",
+            "window",
+            "kept",
         ):
             m.d.comb += unit[name].eq(plan[name])
         m.d.comb += [
             unit.tenant.eq(plan.tenant),
             unit.queries.eq(heads),
+            unit.first.eq(head == 0),
             result.tenant.eq(plan.tenant),
             result.queries.eq(heads),
             result.value_dim.eq(plan.value_dim),
             result.form.eq(plan.form),
             result.line.eq(result_line),
-            out.query_run.tenant.eq(plan.tenant),
-            out.query_run.line.eq(query_line),
-            out.query_run.count.eq(lines_of_heads),
-            out.query_run.extra.eq(plan.sinks),
-            out.query_run.extra_line.eq(plan.sinks_line + (head >> _SINKS_SHIFT)),
+            out.query_work.tenant.eq(plan.tenant),
+            out.query_work.line.eq(query_line),
             out.query_work.lines.eq(lines_of_heads),
-            out.query_work.sinks.eq(plan.sinks),
-            out.query_work.sink_slot.eq(head),
+            out.query_work.list_lines.eq((plan.group + (1 << _LIST_SHIFT) - 1) >> _LIST_SHIFT),
+            *(
+                out.query_work[name].eq(plan[name])
+                for name in ("slopes", "slopes_line", "sinks", "sinks_line")
+            ),
             out.entry_run.tenant.eq(plan.tenant),
             out.entry_run.line.eq(entry_line),
             out.entry_run.count.eq(entry_count),

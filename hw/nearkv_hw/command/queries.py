@@ -1,31 +1,68 @@
-"""The queries and sinks of a pass, on their way to the units."""
+"""The queries of a pass and the lists that belong to them, on their way to the units."""
 
-from amaranth.hdl import Module, Mux, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from ..abi.config import QUERY_CHOICES
 from ..abi.descriptor import Status
 from ..abi.lines import LINE_BITS
 from ..common.fork import Fork
-from ..interfaces import Fault, QueryLine
-from .records import Outcome, QueryWork, WalkLine
+from ..interfaces import Fault, QueryLine, QueryLineKind
+from .records import Outcome, QueryWork, Run, WalkLine
 
-_SINK_BITS = 32
+_PARTS = (  # in their order: kind, where its first line is, how many there are
+    (QueryLineKind.QUERY, "line", lambda work: work.lines),
+    (QueryLineKind.SLOPES, "slopes_line", lambda work: Mux(work.slopes, work.list_lines, 0)),
+    (QueryLineKind.SINKS, "sinks_line", lambda work: Mux(work.sinks, work.list_lines, 0)),
+)
 
 
-class QueryFeed(wiring.Component):
-    """Hands every unit the query lines of each pass, and the first unit the sinks.
-
-    Parameters
-    ----------
-    units : attention units, at least 1.
-    queries : query heads per pass: 1, 2, 4, 8 or 16.
+class QueryRuns(wiring.Component):
+    """Takes the work of passes apart into runs of lines to read.
 
     Members
     -------
     i : In(stream(QueryWork)) : the passes.
-    lines : In(stream(WalkLine)) : their lines, in order: queries, then the line with the sinks.
+    o : Out(stream(Run)) : their runs, queries first, then the lists that there are.
+
+    Latency is 0 cycles, throughput one run per cycle with one cycle more for each list that there is not.
+    """
+
+    i: In(stream.Signature(QueryWork))
+    o: Out(stream.Signature(Run))
+
+    def elaborate(self, platform):
+        m = Module()
+        work, part = self.i.payload, Signal(range(len(_PARTS)))
+        empty = Signal()
+        m.d.comb += self.o.payload.tenant.eq(work.tenant)
+        with m.Switch(part):
+            for number, (_, line, count) in enumerate(_PARTS):
+                with m.Case(number):
+                    m.d.comb += [
+                        self.o.payload.line.eq(work[line]),
+                        self.o.payload.count.eq(count(work)),
+                        empty.eq(count(work) == 0),
+                    ]
+        last = part == len(_PARTS) - 1
+        goes_on = self.i.valid & (self.o.ready | empty)
+        m.d.comb += [self.o.valid.eq(self.i.valid & ~empty), self.i.ready.eq(goes_on & last)]
+        with m.If(goes_on):
+            m.d.sync += part.eq(Mux(last, 0, part + 1))
+        return m
+
+
+class QueryFeed(wiring.Component):
+    """Hands every unit the query lines and the slopes of each pass, and the first unit the sinks.
+
+    Parameters
+    ----------
+    units : attention units, at least 1.
+
+    Members
+    -------
+    i : In(stream(QueryWork)) : the passes.
+    lines : In(stream(WalkLine)) : their lines, in order.
     o : Out(stream(QueryLine)).array(units)
     outcomes : Out(stream(Outcome)) : one per pass: OK, DENIED or POISON; lines at fault are handed on too.
 
@@ -34,13 +71,10 @@ class QueryFeed(wiring.Component):
 
     latency_cycles = 1
 
-    def __init__(self, *, units, queries):
+    def __init__(self, *, units):
         if units < 1:
             raise ValueError(f"units must be a positive integer, not {units!r}")
-        if queries not in QUERY_CHOICES:
-            raise ValueError(f"queries must be 1, 2, 4, 8 or 16, not {queries!r}")
         self.units = units
-        self.queries = queries
         super().__init__(
             {
                 "i": In(stream.Signature(QueryWork)),
@@ -52,13 +86,11 @@ class QueryFeed(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        shape = data.StructLayout({"data": LINE_BITS, "sink": 1, "last_query": 1, "last": 1})
+        shape = data.StructLayout({"data": LINE_BITS, "kind": QueryLineKind, "last_of_all": 1, "last": 1})
         m.submodules.fork = fork = Fork(shape=shape, outputs=self.units)
-        left = Signal(8)
-        streaming, sinks_left = Signal(), Signal()
-        slot = Signal(4, reset_less=True)
+        left = [Signal(8, name=f"left_{kind.name}") for kind, _, _ in _PARTS]
+        streaming = Signal()
         status = Signal(Status)
-        sink = left == 0
         item = fork.i.payload.payload
 
         for n, (out, line) in enumerate(zip(self.o, fork.o, strict=True)):
@@ -66,33 +98,34 @@ class QueryFeed(wiring.Component):
                 out.valid.eq(line.valid),
                 line.ready.eq(out.ready),
                 out.payload.data.eq(line.payload.data),
-                out.payload.sink.eq(line.payload.sink),
+                out.payload.kind.eq(line.payload.kind),
                 # The sinks come last, but only to the first unit.
-                out.payload.last.eq(line.payload.last if n == 0 else line.payload.last_query),
+                out.payload.last.eq(line.payload.last if n == 0 else line.payload.last_of_all),
             ]
+        some = [count.any() for count in left]
+        sinks = ~Cat(some[:-1]).any()
+        total = Signal(9)
+        for_all = Signal(9)
         m.d.comb += [
+            for_all.eq(left[0] + left[1]),
+            total.eq(for_all + left[2]),
             fork.i.valid.eq(streaming & self.lines.valid),
             self.lines.ready.eq(streaming & fork.i.ready),
-            fork.i.payload.to.eq(Mux(sink, 1, (1 << self.units) - 1)),
+            fork.i.payload.to.eq(Mux(sinks, 1, (1 << self.units) - 1)),
             item.data.eq(self.lines.payload.data),
-            item.sink.eq(sink),
-            item.last_query.eq(left == 1),
-            item.last.eq(sink | ((left == 1) & ~sinks_left)),
+            item.last_of_all.eq(for_all == 1),
+            item.last.eq(total == 1),
             self.outcomes.payload.status.eq(status),
         ]
-        with m.If(sink):
-            with m.Switch(slot):
-                for first in range(self.queries, LINE_BITS // _SINK_BITS, self.queries):
-                    with m.Case(first):
-                        m.d.comb += item.data.eq(self.lines.payload.data[first * _SINK_BITS :])
+        for number, (kind, _, _) in reversed(list(enumerate(_PARTS))):
+            with m.If(some[number]):
+                m.d.comb += item.kind.eq(kind)
 
         with m.FSM():
             with m.State("START"):
                 m.d.comb += self.i.ready.eq(1)
                 m.d.sync += [
-                    left.eq(self.i.payload.lines),
-                    sinks_left.eq(self.i.payload.sinks),
-                    slot.eq(self.i.payload.sink_slot),
+                    *(count.eq(of(self.i.payload)) for count, (_, _, of) in zip(left, _PARTS, strict=True)),
                     streaming.eq(self.i.valid),
                     status.eq(Status.OK),
                 ]
@@ -102,7 +135,9 @@ class QueryFeed(wiring.Component):
                 with m.If(self.lines.valid & self.lines.ready):
                     with m.If(status == Status.OK):
                         m.d.sync += status.eq(line_status(self.lines.payload.fault))
-                    m.d.sync += left.eq(left - ~sink)
+                    for number, count in enumerate(left):
+                        with m.If(item.kind == _PARTS[number][0]):
+                            m.d.sync += count.eq(count - 1)
                     with m.If(item.last):
                         m.d.sync += streaming.eq(0)
                         m.next = "END"
@@ -114,5 +149,5 @@ class QueryFeed(wiring.Component):
 
 
 def line_status(fault):
-    """The status of a job whose table, queries or sinks met `fault`."""
+    """The status of a job whose table, queries or lists met `fault`."""
     return Mux(fault == Fault.NONE, Status.OK, Mux(fault == Fault.POISON, Status.POISON, Status.DENIED))

@@ -203,8 +203,7 @@ class RunIssue(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         run = Signal(Run, reset_less=True)
-        active, last, extra_next = Signal(), Signal(), Signal()
-        taken = Signal()
+        active, last, taken = Signal(), Signal(), Signal()
         given = self.i.payload
         m.d.comb += [
             self.o.valid.eq(active),
@@ -213,24 +212,20 @@ class RunIssue(wiring.Component):
             self.o.payload.last.eq(last),
             taken.eq(active & self.o.ready),
             self.i.ready.eq(~active),
-            extra_next.eq(run.extra & (run.count == 1)),
         ]
         with m.If(~active):
-            empty = given.count == 0
             m.d.sync += [
-                active.eq(self.i.valid & (~empty | given.extra)),
+                active.eq(self.i.valid & (given.count != 0)),
                 run.eq(given),
-                last.eq(Mux(given.extra, empty, given.count == 1)),
+                last.eq(given.count == 1),
             ]
-            with m.If(empty):
-                m.d.sync += run.line.eq(given.extra_line)
         with m.Elif(taken):
             m.d.sync += [
                 active.eq(~last),
-                run.line.eq(Mux(extra_next, run.extra_line, run.line + 1)),
+                run.line.eq(run.line + 1),
                 run.count.eq(run.count - 1),
-                last.eq(Mux(run.extra, run.count == 1, run.count == 2)),
+                last.eq(run.count == 2),
             ]
-            with m.If(self.stop & ~extra_next):
-                m.d.sync += [run.count.eq(1), run.extra.eq(0), last.eq(1)]
+            with m.If(self.stop):
+                m.d.sync += [run.count.eq(1), last.eq(1)]
         return m

@@ -4,15 +4,20 @@ A descriptor becomes a `Posted` line, a `Checked` one, a `Planned` one, and then
 completion record) and, when it is a good attention job, a `Plan`, which is split into passes.
 """
 
+from amaranth.hdl import signed
 from amaranth.lib import data
 
 from ..abi.descriptor import CLAIM, Status
 from ..abi.formats import OutputForm
 from ..abi.lines import LINE_BITS
-from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, TENANT_BITS, Fault
+from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, POSITION_BITS, ROW_BITS, TENANT_BITS, Fault
 
-PASSES_BITS = 8
-"""Passes of a job: at most `MAX_GROUP`, when a unit keeps one query."""
+QUERIES_BITS = 15
+"""Queries of a job: at most `MAX_GROUP` heads of 255 query rows."""
+PASSES_BITS = QUERIES_BITS
+"""Passes of a job: as many as queries, when a unit keeps one."""
+LIST_LINES_BITS = 4
+"""Lines of a list with a float32 for each of at most `MAX_GROUP` query heads."""
 EXTENT_BITS = CLAIM["first_extent"].width
 RUN_BITS = 19
 """Lines of a run of reads: a page table of 2^21 entries has 2^18 lines."""
@@ -36,13 +41,19 @@ class Job(data.Struct):
     queries_line: LINE_ADDRESS_BITS
     result_line: LINE_ADDRESS_BITS
     sinks_line: LINE_ADDRESS_BITS
+    slopes_line: LINE_ADDRESS_BITS
     row_begin: 32
     row_end: 32
+    position: signed(POSITION_BITS)  # of the first query row
+    causal: 1
+    window: 24
+    kept: 24
     score_factor: 32
     softcap: 32
     head_dim: 10
     value_dim: 10
     group: 8
+    query_rows: 8
     page_rows_log2: 4
     k_format: 4
     v_format: 4
@@ -56,6 +67,7 @@ class Job(data.Struct):
     form: OutputForm
     kv_head: 11
     sinks: 1
+    slopes: 1
 
 
 class Claim(data.Struct):
@@ -98,6 +110,7 @@ class PageWork(data.Struct):
     last_end: 14  # the row after the last visible one of the last page
     page_rows: 14
     page_lines: 18
+    first_index: ROW_BITS  # first row of the first page, in the context
     k_scales: 17  # scales of a page's first K row, where rows have scales
     v_offset: 17  # first V row of a page
     v_scales: 18
@@ -114,6 +127,7 @@ class Plan(data.Struct):
     queries_line: LINE_ADDRESS_BITS
     result_line: LINE_ADDRESS_BITS
     sinks_line: LINE_ADDRESS_BITS
+    slopes_line: LINE_ADDRESS_BITS
     entry_base: LINE_ADDRESS_BITS + 1  # the line with the first page's entry, were it of KV head 0
     entry_lines: 30  # lines of one head's entries; known once the table's header is
     kv_head: 11
@@ -122,6 +136,11 @@ class Plan(data.Struct):
     head_dim: 10
     value_dim: 10
     group: 8
+    position: signed(POSITION_BITS)
+    causal: 1
+    window: 24
+    kept: 24
+    queries: QUERIES_BITS  # of all query rows
     query_lines: 4  # lines of a query
     result_lines: 8  # lines of one query head's result
     k_format: 4
@@ -135,6 +154,7 @@ class Plan(data.Struct):
     query_format: 2
     form: OutputForm
     sinks: 1
+    slopes: 1
     work: PageWork
 
 
@@ -169,21 +189,24 @@ class Completed(data.Struct):
 
 
 class Run(data.Struct):
-    """Consecutive lines to read, and perhaps one more line elsewhere after them."""
+    """Consecutive lines to read."""
 
     tenant: TENANT_BITS
     line: LINE_ADDRESS_BITS
     count: RUN_BITS
-    extra: 1
-    extra_line: LINE_ADDRESS_BITS
 
 
 class QueryWork(data.Struct):
-    """How the lines of a pass's queries are handed on."""
+    """The lines of a pass's queries and of the lists that belong to them."""
 
+    tenant: TENANT_BITS
+    line: LINE_ADDRESS_BITS
     lines: 8  # query lines, at most 16 queries of 8 lines
+    list_lines: LIST_LINES_BITS  # lines of each list
+    slopes: 1
+    slopes_line: LINE_ADDRESS_BITS
     sinks: 1
-    sink_slot: 4  # which float32 of the sink line is the pass's first
+    sinks_line: LINE_ADDRESS_BITS
 
 
 class WalkRead(data.Struct):

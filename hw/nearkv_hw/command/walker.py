@@ -15,7 +15,7 @@ from .claim import Claimer
 from .pages import PageFeed
 from .passes import PASS, Passes
 from .plan import Planner
-from .queries import QueryFeed
+from .queries import QueryFeed, QueryRuns
 from .reader import LineReader, RunIssue
 from .records import Outcome, Posted, Ticket
 
@@ -135,14 +135,16 @@ class Walker(wiring.Component):
         m.submodules.reader = reader = LineReader(
             depths=READER_DEPTHS, cached=QUERIES, lines=TABLE_LINES, snoops=config.slices
         )
-        m.submodules.query_feed = query_feed = QueryFeed(units=config.units, queries=config.queries)
+        m.submodules.query_feed = query_feed = QueryFeed(units=config.units)
         m.submodules.page_feed = page_feed = PageFeed(
             units=config.units,
             capacity_lines=capacity_lines,
             pages_ahead=PAGES_AHEAD,
             lines_ahead=READER_DEPTHS[ENTRIES],
         )
+        m.submodules.query_runs = query_runs = QueryRuns()
         m.submodules.query_issue = query_issue = RunIssue()
+        wiring.connect(m, query_runs.o, query_issue.i)
         wiring.connect(m, check.tables, reader.request[HEADERS])
         wiring.connect(m, reader.response[HEADERS], admit.tables)
         wiring.connect(m, admit.jobs, passes.i)
@@ -157,19 +159,19 @@ class Walker(wiring.Component):
             self.table_hits.eq(reader.table_hits),
             self.table_misses.eq(reader.table_misses),
         ]
-        self._hand_out(m, passes.o, query_issue, query_feed, page_feed)
+        self._hand_out(m, passes.o, query_runs, query_feed, page_feed)
         for n in range(config.units):
             wiring.connect(m, query_feed.o[n], wiring.flipped(self.queries[n]))
             wiring.connect(m, page_feed.o[n], wiring.flipped(self.pages[n]))
         self._queued(m, query_feed.outcomes, wiring.flipped(self.query_outcomes))
         self._queued(m, page_feed.outcomes, wiring.flipped(self.page_outcomes))
 
-    def _hand_out(self, m, passes, query_issue, query_feed, page_feed):
+    def _hand_out(self, m, passes, query_runs, query_feed, page_feed):
         """Every pass goes to all that have a part in it, each with a queue of its own."""
         parts = [
             *(("unit", wiring.flipped(jobs)) for jobs in self.jobs),
             ("result", wiring.flipped(self.results)),
-            ("query_run", query_issue.i),
+            ("query_work", query_runs.i),
             ("query_work", query_feed.i),
             ("entry_run", page_feed.runs),
             ("page_work", page_feed.i),

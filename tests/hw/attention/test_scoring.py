@@ -5,6 +5,7 @@ import cocotb
 import pytest
 from amaranth.lib import data
 from attention_golden import (
+    biased_score,
     capped_score,
     float32,
     float32_bits,
@@ -24,10 +25,12 @@ from nearkv_hw.attention.scoring import (
     SCORE_QUEUE_ROWS,
     WEIGHT_SLOTS,
     Scoring,
+    Sight,
     denominator_read,
     opening,
+    query_parameters,
 )
-from nearkv_hw.attention.shape import PASSES
+from nearkv_hw.attention.shape import BLOCK_ROWS, PASSES, RowBlock
 from nearkv_hw.interfaces import State
 from nearkv_sim.cocotb.payload import pack, unpack
 from nearkv_sim.cocotb.runner import parameters, run
@@ -90,8 +93,13 @@ class Query:
         self.denominator = merge(self.denominator, term(0, p, n - 17))
         return p, n
 
-    def row(self, dot, factor_bits, cap_bits):
-        """The row's weight, or None."""
+    def row(self, dot, factor_bits, cap_bits, index, sight, position, slope_bits):
+        """The weight of row `index`, or None."""
+        distance = index - position
+        if sight["causal"] and distance > 0:
+            return None
+        if sight["window"] and distance <= -sight["window"] and index >= sight["kept"]:
+            return None
         infinite = dot["positive"] or dot["negative"]
         sign, m, _ = float32(factor_bits)
         up = dot["negative"] if sign else dot["positive"]
@@ -103,7 +111,8 @@ class Query:
         score = score_of(state, factor_bits)
         if infinite:
             score = SCORE_LIMIT if up else -SCORE_LIMIT
-        return self._add(capped_score(score, cap_bits) if cap_bits else score)
+        score = capped_score(score, cap_bits) if cap_bits else score
+        return self._add(biased_score(score, distance, slope_bits))
 
 
 @cocotb.test()
@@ -117,7 +126,9 @@ async def equals_the_contract(dut, idle):
     edge = RisingEdge(dut.clk)
     slot = 0
     factors, caps, counts = [{}] * PASSES, [{}] * PASSES, [1] * PASSES
-    capped = 0
+    sights = [{}] * PASSES
+    capped = biased = 0
+    blocks = StreamSource(dut, "blocks", idle=idle, shape=RowBlock)
     for turn in range(12):
         number = turn % PASSES
         count = counts[number] = rng.randint(1, queries)
@@ -128,6 +139,24 @@ async def equals_the_contract(dut, idle):
         dut.factors.value = pack(data.ArrayLayout(Factor, PASSES), factors)
         dut.capped.value = capped
         dut.caps.value = pack(data.ArrayLayout(Factor, PASSES), caps)
+        first_row = rng.choice([0, rng.randrange(1 << 22)])
+        sights[number] = {
+            "causal": rng.getrandbits(1),
+            "window": rng.choice([0, rng.randint(1, 40)]),
+            "kept": rng.choice([0, first_row + rng.randrange(9)]),
+        }
+        slopes = [float32_bits(rng.uniform(-1, 1)) if rng.getrandbits(1) else 0 for _ in range(queries)]
+        has_slopes = rng.getrandbits(1)
+        biased = biased & ~(1 << number) | has_slopes << number
+        dut.biased.value = biased
+        dut.sights.value = pack(data.ArrayLayout(Sight, PASSES), sights)
+        positions = [first_row + rng.randrange(-9, 60) for _ in range(count)]
+        for index, position in enumerate(positions):
+            told = {"valid": 1, "number": number, "query": index, "position": position}
+            told["slope"] = factor_of(slopes[index])
+            dut.parameters.value = pack(query_parameters(queries), told)
+            await edge
+        dut.parameters.value = 0
         dut.counts.value = pack(data.ArrayLayout(queries.bit_length(), PASSES), counts)
         sinks = [
             rng.choice(
@@ -142,9 +171,23 @@ async def equals_the_contract(dut, idle):
 
         rows = [[random_dot(rng) for _ in range(queries)] for _ in range(rng.choice([0, 1, 5, 50]))]
         weights = [
-            [query.row(dots[index], factor_bits, cap_bits) for index, query in enumerate(golden)]
-            for dots in rows
+            [
+                query.row(
+                    dots[index],
+                    factor_bits,
+                    cap_bits,
+                    first_row + row,
+                    sights[number],
+                    positions[index],
+                    slopes[index] if has_slopes else 0,
+                )
+                for index, query in enumerate(golden)
+            ]
+            for row, dots in enumerate(rows)
         ]
+        begins = range(0, len(rows), BLOCK_ROWS)
+        blocks.send([{"index": first_row + n, "rows": min(BLOCK_ROWS, len(rows) - n)} for n in begins])
+        await blocks.drained()
         sent = taken = weighed = shown = 0
         begun = cycle()
         show = False

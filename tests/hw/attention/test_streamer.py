@@ -6,7 +6,7 @@ import pytest
 from amaranth.lib import data
 from cocotb.triggers import RisingEdge
 from nearkv_hw.attention.scoring import WEIGHT_SLOTS
-from nearkv_hw.attention.shape import PASSES, UnitShape
+from nearkv_hw.attention.shape import PASSES, RowBlock, UnitShape
 from nearkv_hw.attention.streamer import LineKind, Streamer, geometry, line_tag
 from nearkv_hw.interfaces import PageItem, ReadRequest
 from nearkv_sim.cocotb.payload import pack
@@ -31,6 +31,7 @@ class Bench:
         self.pages = StreamSource(dut, "pages", idle=idle, shape=PageItem)
         self.requests = StreamSink(dut, "requests", backpressure=backpressure, shape=ReadRequest)
         self.tags = StreamSink(dut, "tags", backpressure=backpressure, shape=line_tag(SHAPE))
+        self.blocks = StreamSink(dut, "rows", shape=RowBlock)
         self.geometry = [{}] * PASSES
         dut.loaded.value = (1 << PASSES) - 1
 

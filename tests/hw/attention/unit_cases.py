@@ -13,6 +13,7 @@ from nearkv_hw.abi.formats import (
     Format,
 )
 from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES
+from nearkv_hw.interfaces import QueryLineKind
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ class Passes:
         factor_bits=0x3F800000,
         cap_bits=0,
         sinks=None,
+        slopes=None,
+        group=None,
+        position=0,
+        sight=None,
         page_rows=16,
         first_row=0,
         golden=True,
@@ -110,12 +115,16 @@ class Passes:
         k_pitch, v_pitch : log2 of the rows that share a line.
         scale_codes : scales of every row by "k" and "v"; random ones from `rng` if not given.
         cap_bits : float32 bits of a softcap's C2, zero for none.
+        slopes : float32 bits of a bias per query head, or None.
+        group : query heads of a query row; all queries are of one row if not given.
+        position : of the first query row.
+        sight : causal, window and kept rows; all rows are seen if not given.
         sinks : float32 bits per query, or None.
         page_rows : rows of a page.
         first_row : rows of the first page that come before the first one.
         golden : compute what is expected; without it only lines and statuses are.
         """
-        head_dim = len(q[0])
+        head_dim, group = len(q[0]), group or len(q)
         self.jobs.append(
             {
                 "tenant": 1,
@@ -130,6 +139,11 @@ class Passes:
                 "k_pitch": k_pitch,
                 "v_pitch": v_pitch,
                 "sinks": int(sinks is not None),
+                "slopes": int(slopes is not None),
+                "first": 1,
+                "group": group,
+                "position": position,
+                **(sight or {}),
             }
         )
         areas = {"k": (rows, k_format, k_scales, head_dim), "v": (values, v_format, v_scales, value_dim)}
@@ -141,11 +155,14 @@ class Passes:
                 if kind not in scales:
                     scales[kind] = [codes(rng, how.format, how.count(dim), "scale") for _ in stored]
         query_lines = [
-            {"data": line, "sink": 0, "last": 0} for query in q for line in self._lines(query, q_format)
+            {"data": line, "kind": QueryLineKind.QUERY.value, "last": 0}
+            for query in q
+            for line in self._lines(query, q_format)
         ]
-        if sinks is not None:
-            data = sum(sink << 32 * index for index, sink in enumerate(sinks))
-            query_lines.append({"data": data, "sink": 1, "last": 0})
+        for kind, listed in ((QueryLineKind.SLOPES, slopes), (QueryLineKind.SINKS, sinks)):
+            for begin in range(0, len(listed or []), 16):
+                data = sum(bits << 32 * n for n, bits in enumerate(listed[begin : begin + 16]))
+                query_lines.append({"data": data, "kind": kind.value, "last": 0})
         query_lines[-1]["last"] = 1
         self.queries += query_lines
 
@@ -153,7 +170,13 @@ class Passes:
         first_row = first_row % page_rows if rows else 0
         for page, first in enumerate(range(-first_row, len(rows), page_rows)):
             there = slice(max(first, 0), first + page_rows)
-            item = {"last": 0, "page": page, "row": there.start - first, "rows": len(rows[there])}
+            item = {
+                "last": 0,
+                "page": page,
+                "row": there.start - first,
+                "rows": len(rows[there]),
+                "index": first_row + there.start,
+            }
             for kind, (stored, form, how, dim) in areas.items():
                 item[f"{kind}_line"] = len(self.memory)
                 self.memory += self._area(stored[there], form, pitches[kind], item["row"])
@@ -180,7 +203,9 @@ class Passes:
                 v,
                 factor_bits=factor_bits,
                 value_dim=value_dim,
-                sink=None if sinks is None else sinks[index],
+                sink=None if sinks is None else sinks[index % group],
+                slope_bits=0 if slopes is None else slopes[index % group],
+                distances=_distances(first_row, len(rows), position + index // group, sight),
                 cap_bits=cap_bits,
             )
             for index, query in enumerate(q if golden else [])
@@ -207,6 +232,20 @@ class Passes:
             part = [*part, *[(1 << form.bits) - 1] * (LINE_BITS // form.bits - len(part))]  # padding: NaN
             lines.append(sum(code << form.bits * n for n, code in enumerate(part)))
         return lines
+
+
+def _distances(first_row, rows, position, sight):
+    """How far each row is from a query row, None where it is not seen."""
+    distances = []
+    for row in range(first_row, first_row + rows):
+        distance = row - position
+        seen = True
+        if sight:
+            seen = not (sight["causal"] and distance > 0)
+            if sight["window"] and distance <= -sight["window"] and row >= sight["kept"]:
+                seen = False
+        distances.append(distance if seen else None)
+    return distances
 
 
 def _scale_lines(scales, how, dim, first):
@@ -300,6 +339,14 @@ def random_pass(passes, rng, queries):
         rng.choice([float32_bits(rng.uniform(-20, 20)), rng.getrandbits(32), rng.choice(special_sinks)])
         for _ in range(count)
     ]
+    group = rng.randint(1, count)
+    sight = None
+    if rng.random() < 0.5:
+        sight = {
+            "causal": rng.getrandbits(1),
+            "window": rng.choice([0, rng.randint(1, 50)]),
+            "kept": rng.choice([0, rng.randint(1, 9)]),
+        }
     passes.add(
         [codes(rng, q_format, head_dim, kind) for _ in range(count)],
         [codes(rng, k_format, head_dim, kind) for _ in range(rows)],
@@ -314,7 +361,11 @@ def random_pass(passes, rng, queries):
         v_pitch=pitch(v_format, value_dim),
         factor_bits=factor,
         cap_bits=float32_bits(rng.uniform(0.5, 90)) if rng.random() < 0.3 else 0,
-        sinks=sinks if rng.random() < 0.4 else None,
+        sinks=sinks[:group] if rng.random() < 0.4 else None,
+        slopes=[float32_bits(rng.uniform(-1, 1)) for _ in range(group)] if rng.random() < 0.3 else None,
+        group=group,
+        position=rng.randint(-3, 60),
+        sight=sight,
         page_rows=rng.choice([4, 8, 16, 64]),
         first_row=rng.choice([0, 0, rng.randrange(64)]),
         rng=rng,

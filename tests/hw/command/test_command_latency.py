@@ -103,7 +103,7 @@ def test_planner_holds_six():
 
 
 def test_admit():
-    planned = {"attends": 1, "row_end": 8, "last_page": 1, "plan": {"group": 4}}
+    planned = {"attends": 1, "row_end": 8, "last_page": 1, "plan": {"group": 4, "queries": 4}}
     descriptors = [pack(Planned, planned), pack(Planned, {"ticket": {"status": Status.BAD_FLAGS.value}})] * 3
     headers = [pack(WalkLine, {"data": HEADER})] * 3
     seen = transfers(Admit(queries=4), {"i": descriptors, "tables": headers}, ["jobs", "tickets"])
@@ -113,7 +113,7 @@ def test_admit():
 
 
 def test_passes():
-    plans = [pack(Plan, {"group": 12, "query_lines": 1, "result_lines": 2})] * 2
+    plans = [pack(Plan, {"group": 12, "queries": 12, "query_lines": 1, "result_lines": 2})] * 2
     seen = transfers(Passes(queries=4), {"i": plans}, ["o"])
     assert seen["o"][:3] == [Passes.latency_cycles + n * Passes.interval_cycles for n in range(3)]
     assert seen["o"][3] - seen["i"][0] == 1 + Passes.latency_cycles
@@ -122,7 +122,7 @@ def test_passes():
 def test_query_feed():
     work = [pack(QueryWork, {"lines": 4}), pack(QueryWork, {"lines": 4})]
     lines = [pack(WalkLine, {"data": n}) for n in range(8)]
-    block = QueryFeed(units=2, queries=4)
+    block = QueryFeed(units=2)
     seen = transfers(block, {"i": work, "lines": lines}, ["o/0", "o/1", "outcomes"])
     assert seen["o/0"] == seen["o/1"] == [cycle + QueryFeed.latency_cycles for cycle in seen["lines"]]
     assert seen["lines"][3] - seen["lines"][0] == 3
@@ -149,7 +149,7 @@ def test_page_feed():
 
 def test_run_issue():
     """A line per cycle, and one cycle more for each run."""
-    runs = [{"count": 3}, {"count": 1, "extra": 1}, {"extra": 1}, {}, {"count": 2}]
+    runs = [{"count": 3}, {"count": 2}, {"count": 1}, {}, {"count": 2}]
     seen = transfers(RunIssue(), {"i": [pack(Run, run) for run in runs]}, ["o"])
     assert seen["o"] == [RunIssue.latency_cycles + n for n in (0, 1, 2, 4, 5, 7, 10, 11)]
 

@@ -14,6 +14,8 @@ from nearkv_hw.abi.descriptor import (
     EXTENSION,
     FLAG_EXTENDED,
     FLAG_SINKS,
+    OPTION_ALIBI,
+    OPTION_CAUSAL,
 )
 from nearkv_hw.abi.memory import ENTRY, LAYOUT_VERSION, TABLE, TABLE_MAGIC, RowLayout, table_entry_lines
 from nearkv_hw.abi.numerics import MAX_ROWS
@@ -191,8 +193,18 @@ def random_job(memory, config, rng, tenant):
     group = rng.choice([1, 2, 3, 4, 5, 8, 16, 17])
     entry_lines = table_entry_lines(entries)
     table = owned_line(memory, tenant, rng, 1 + heads * entry_lines)
-    queries = owned_line(memory, tenant, rng, group * 8)
-    sinks = owned_line(memory, tenant, rng, 8)
+    query_rows = rng.choice([1, 1, 2, 5])
+    queries = owned_line(memory, tenant, rng, group * query_rows * 8)
+    sinks, slopes = (owned_line(memory, tenant, rng, 8) for _ in range(2))
+    options = rng.choice([0, OPTION_CAUSAL]) | rng.choice([0, OPTION_ALIBI])
+    window = rng.choice([0, rng.randint(1, (1 << 24) - 1)])
+    sight = {
+        "options": options,
+        "window": window,
+        "kept": rng.randrange(1 << 24) if window else 0,
+        "first_position": rng.randrange(-(1 << 23), 1 << 23) if options or window else 0,
+        "slopes": slopes if options & OPTION_ALIBI else 0,
+    }
     memory.lines[table] = TABLE.pack(
         magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=heads, entries=entries, committed_rows=rows
     )
@@ -205,11 +217,19 @@ def random_job(memory, config, rng, tenant):
         if rng.random() < 0.7:
             own["pitch"] = Stored.of(**{**own, "pitch": 1}).pitch_code(dim)
     layout = RowLayout(head_dim, value_dim, 1 << log2, *(Stored.of(**own) for own in how.values()))
-    extended = any(own["scale"] or own["pitch"] for own in how.values()) or rng.random() < 0.2
+    if rng.random() < 0.5:
+        sight, query_rows = dict.fromkeys(sight, 0), 1
+    extended = (
+        any(sight.values())
+        or query_rows > 1
+        or any(own["scale"] or own["pitch"] for own in how.values())
+        or rng.random() < 0.2
+    )
     for n in range(entry_lines * 8):
         line = owned_line(memory, tenant, rng, layout.page_lines)
         put_entry(memory, table + 1 + kv_head * entry_lines, n, ENTRY.pack(valid=1, line=line))
-    for line in (*range(queries, queries + group * 8), *range(sinks, sinks + 8)):
+    lists = (*range(sinks, sinks + 8), *range(slopes, slopes + 8))
+    for line in (*range(queries, queries + group * query_rows * 8), *lists):
         memory.lines[line] = rng.getrandbits(512)
     return {
         "version": DESCRIPTOR_VERSION,
@@ -226,7 +246,7 @@ def random_job(memory, config, rng, tenant):
         "head_dim": head_dim,
         "value_dim": value_dim,
         "group": group,
-        "query_rows": 1,
+        "query_rows": query_rows,
         "page_rows_log2": log2,
         "k_format": how["k"]["element"],
         "v_format": how["v"]["element"],
@@ -236,6 +256,7 @@ def random_job(memory, config, rng, tenant):
         "extension": {
             f"{rows}_{what}": own[what] for rows, own in how.items() for what in ("scale", "block", "pitch")
         }
+        | sight
         | {"softcap": rng.choice([0, rng.randint(1, 0x44800000)])},
     }
 
@@ -264,8 +285,12 @@ def spoil(job, memory, rng, tenant):
         lambda: job.update(version=1),
         lambda: job.update(opcode=rng.randint(3, 255)),
         lambda: job.update(flags=1 << rng.choice([2, 15])),
-        lambda: extend(job, options=1 << rng.randrange(16)),
-        lambda: extend(job, **{rng.choice(["kept", "window", "tree", "reserved_tree"]): 1}),
+        lambda: extend(job, options=1 << rng.choice([1, 2, 3, 4, *range(6, 16)])),
+        lambda: extend(job, **{rng.choice(["select_pages", "tree", "reserved_tree", "ranges"]): 1}),
+        lambda: extend(job, kept=1, window=0),
+        lambda: extend(job, options=0, window=0, kept=0, slopes=0, first_position=rng.choice([1, -1])),
+        lambda: extend(job, options=OPTION_CAUSAL, slopes=1),
+        lambda: extend(job, options=OPTION_ALIBI, slopes=rng.choice([CAPACITY_BYTES // 64, foreign])),
         lambda: extend(job, softcap=rng.randint(0x44800001, (1 << 32) - 1)),
         lambda: extend(job, **{rng.choice(["k_scale", "v_scale"]): rng.randint(5, 7)}),
         lambda: extend(job, **{rng.choice(["k_block", "v_block"]): rng.randint(5, 7)}),
@@ -275,7 +300,8 @@ def spoil(job, memory, rng, tenant):
         lambda: job.update(output_scale=1 << rng.randrange(32)),
         lambda: job.update({rng.choice(["head_dim", "value_dim"]): rng.choice([0, 257, 1023])}),
         lambda: job.update(group=rng.choice([0, 129, 255])),
-        lambda: job.update(query_rows=rng.choice([0, 2])),
+        lambda: job.update(query_rows=0),
+        lambda: job.update(query_rows=2, flags=job["flags"] & ~FLAG_EXTENDED),
         lambda: job.update(page_rows_log2=rng.choice([0, 1, 14, 15])),
         lambda: job.update({rng.choice(["k_format", "v_format"]): rng.randint(7, 15)}),
         lambda: job.update({rng.choice(["query_format"]): rng.randint(2, 3)}),
@@ -373,7 +399,7 @@ async def sends_one_page_per_cycle(dut):
     entries = 256
     table = job["table"] // 64
     job.update(row_begin=0, row_end=4 * entries, page_rows_log2=2, kv_head=0, group=1)
-    job.update(head_dim=32, value_dim=32, k_format=0, v_format=0, flags=0)
+    job.update(head_dim=32, value_dim=32, k_format=0, v_format=0, flags=0, query_rows=1)
     memory.lines[table] = TABLE.pack(
         magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=1, entries=entries, committed_rows=4 * entries
     )
@@ -388,7 +414,7 @@ def small_job(memory, config, rng, *, entries, committed_rows):
     """A good job of pages of 4 rows, one line of K and one of V each; its table starts in line 0."""
     job = random_job(memory, config, rng, 0)
     job.update(page_rows_log2=2, kv_head=0, group=1)
-    job.update(head_dim=32, value_dim=32, k_format=0, v_format=0)
+    job.update(head_dim=32, value_dim=32, k_format=0, v_format=0, query_rows=1)
     job.update(row_begin=0, row_end=committed_rows, table=0, queries=EXTENT_LINES * 64, flags=0)
     memory.lines.clear()
     memory.lines[0] = TABLE.pack(

@@ -12,6 +12,8 @@ from nearkv_hw.abi.descriptor import (
     FLAG_EXTENDED,
     FLAG_SINKS,
     NOP,
+    OPTION_ALIBI,
+    OPTION_CAUSAL,
 )
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import (
@@ -25,9 +27,10 @@ from nearkv_hw.abi.memory import (
 )
 from nearkv_hw.abi.numerics import MAX_ROWS
 from nearkv_hw.abi.rows import Stored
+from nearkv_hw.interfaces import QueryLineKind
 
 ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
-HAD = [*ROW_FIELDS, "softcap"]
+HAD = [*ROW_FIELDS, "softcap", "options", "window", "kept", "first_position", "slopes"]
 """What the device has of an extension."""
 
 EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
@@ -87,8 +90,9 @@ class Reference:
         elif status is Status.OK and head["opcode"] == Opcode.ATTEND:
             status, table = self.table(head, tenant)
             if status is Status.OK:
-                passes = -(-head["group"] // self.config.queries)
-                for first in range(0, head["group"], self.config.queries):
+                queries = head["group"] * head["query_rows"]
+                passes = -(-queries // self.config.queries)
+                for first in range(0, queries, self.config.queries):
                     self.send_pass(head, table, tenant, first)
         self.sent.tickets.append(
             {
@@ -116,7 +120,14 @@ class Reference:
             return Status.OK
         if head["output_scale"] or any(more[name] for name in more if name not in HAD):
             return Status.BAD_FLAGS
-        if head["flags"] & FLAG_EXTENDED and head["query_rows"] > 1:
+        options = more["options"]
+        positioned = options or more["window"]
+        if (
+            options & ~(OPTION_CAUSAL | OPTION_ALIBI)
+            or (more["first_position"] and not positioned)
+            or (more["kept"] and not more["window"])
+            or (more["slopes"] and not options & OPTION_ALIBI)
+        ):
             return Status.BAD_FLAGS
         if not self.config.units:
             return Status.NO_UNITS
@@ -124,7 +135,7 @@ class Reference:
             1 <= head["head_dim"] <= 256
             and 1 <= head["value_dim"] <= 256
             and 1 <= head["group"] <= 128
-            and head["query_rows"] == 1
+            and 1 <= head["query_rows"] <= (255 if head["flags"] & FLAG_EXTENDED else 1)
             and 2 <= head["page_rows_log2"] <= 13
         ):
             return Status.BAD_GEOMETRY
@@ -135,6 +146,8 @@ class Reference:
         if head["score_factor"] & 0x7F800000 == 0x7F800000 or more["softcap"] > 0x44800000:
             return Status.BAD_FACTOR
         names = ["table", "queries", "result", *["sinks"] * bool(head["flags"] & FLAG_SINKS)]
+        if more["slopes"] >= self.config.capacity_bytes // 64:
+            return Status.BAD_ADDRESS
         if any(head[name] % 64 or head[name] >= self.config.capacity_bytes for name in names):
             return Status.BAD_ADDRESS
         return Status.OK
@@ -183,7 +196,7 @@ class Reference:
 
     def send_pass(self, job, table, tenant, first):
         sent, config = self.sent, self.config
-        heads = min(config.queries, job["group"] - first)
+        heads = min(config.queries, job["group"] * job["query_rows"] - first)
         sinks = bool(job["flags"] & FLAG_SINKS)
         query_lines = -(-job["head_dim"] * 2 // 64)
         unit = {
@@ -196,7 +209,11 @@ class Reference:
                 for what in ("scale", "block", "pitch")
             },
             "score_factor": job["score_factor"],
-            "softcap": job["softcap"],
+            **{name: job[name] for name in ("softcap", "group", "window", "kept")},
+            "first": int(first == 0),
+            "position": job["first_position"],
+            "causal": int(bool(job["options"] & OPTION_CAUSAL or job["window"])),
+            "slopes": int(bool(job["options"] & OPTION_ALIBI)),
         }
         for number, jobs in enumerate(sent.jobs):
             jobs.append({**unit, "sinks": int(sinks and number == 0)})
@@ -216,19 +233,24 @@ class Reference:
 
     def send_queries(self, job, tenant, first, count, sinks):
         begin = job["queries"] // 64 + first * -(-job["head_dim"] * 2 // 64)
+        list_lines = -(-job["group"] // 16)
+        parts = [(QueryLineKind.QUERY, begin, count)]
+        if job["options"] & OPTION_ALIBI:
+            parts.append((QueryLineKind.SLOPES, job["slopes"], list_lines))
+        if sinks:
+            parts.append((QueryLineKind.SINKS, job["sinks"] // 64, list_lines))
         status = Status.OK
-        for n in range(count + sinks):
-            is_sink = n == count
-            line = job["sinks"] // 64 + first // 16 if is_sink else begin + n
-            data, fault = self.memory.read(line, tenant)
-            if fault and status is Status.OK:
-                status = Status.POISON if fault == POISON else Status.DENIED
-            for unit, lines in enumerate(self.sent.queries):
-                last = n == count - 1 + (sinks and unit == 0)
-                if is_sink and unit == 0:
-                    lines.append({"data": data >> first % 16 * 32, "sink": 1, "last": 1})
-                elif not is_sink:
-                    lines.append({"data": data, "sink": 0, "last": int(last)})
+        sent = [[] for _ in self.sent.queries]
+        for kind, first_line, number in parts:
+            for line in range(first_line, first_line + number):
+                data, fault = self.memory.read(line, tenant)
+                if fault and status is Status.OK:
+                    status = Status.POISON if fault == POISON else Status.DENIED
+                for lines in sent[:1] if kind is QueryLineKind.SINKS else sent:
+                    lines.append({"data": data, "kind": kind.value, "last": 0})
+        for lines, all_lines in zip(sent, self.sent.queries, strict=True):
+            lines[-1]["last"] = 1
+            all_lines += lines
         self.sent.query_outcomes.append({"status": int(status), "page": 0})
 
     @staticmethod
@@ -281,6 +303,7 @@ class Reference:
                     **({"k_scales": base + k_scales // 64} if job["k_scale"] else {}),
                     **({"v_scales": base + v_scales // 64} if job["v_scale"] else {}),
                     "row": rows[0] % 64,
+                    "index": page * page_rows + rows[0],
                 }
             )
         for items in self.sent.pages:

@@ -1,0 +1,82 @@
+"""ALiBi (docs/numerics.md, section 9): the bias of a score, and their sum."""
+
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
+from amaranth.lib import wiring
+from amaranth.lib.wiring import In, Out
+
+from ..abi.numerics import SCORE_FRACTION_BITS, SCORE_LIMIT
+from .score import FACTOR_BITS, SCORE_BITS, Factor
+
+DISTANCE_BITS = 26
+"""Bits of the distance of two positions, signed."""
+_LIMIT_BITS = SCORE_LIMIT.bit_length()
+_UP = _LIMIT_BITS + 1
+"""Bits that a product is shifted left ahead, so that what follows is a shift right."""
+
+
+class Bias(wiring.Component):
+    """Adds one bias to a score per cycle; never waits.
+
+    Members
+    -------
+    distance : In : the row's position minus the query row's.
+    slope : In(Factor) : the query head's, zero for no bias.
+    score : In : S, `score_cycles` after the distance.
+    biased : Out : S with the bias, saturated, one cycle later.
+
+    Stages: magnitude; products; product; shift; rounding; sum.
+    """
+
+    score_cycles = 5
+    latency_cycles = score_cycles + 1
+    distance: In(signed(DISTANCE_BITS))
+    slope: In(Factor)
+    score: In(signed(SCORE_BITS))
+    biased: Out(signed(SCORE_BITS))
+
+    def elaborate(self, platform):
+        m = Module()
+
+        def stage(value, shape=None):
+            register = Signal(value.shape() if shape is None else shape, reset_less=True)
+            m.d.sync += register.eq(value)
+            return register
+
+        # 1: magnitude, and the shift that leaves one bit below the score's unit
+        magnitude = stage(Mux(self.distance < 0, -self.distance, self.distance), shape=DISTANCE_BITS)
+        negative = stage((self.distance < 0) ^ self.slope.negative)
+        factor = stage(self.slope.significand)
+        right = stage(_UP - 1 - SCORE_FRACTION_BITS - self.slope.exponent, shape=signed(11))
+
+        # 2, 3: product, from multiplications that fit an 18-bit multiplier
+        half, split = DISTANCE_BITS // 2, FACTOR_BITS // 2
+        low_low, low_high, high_low, high_high = (
+            stage(a * b)
+            for a in (magnitude[:half], magnitude[half:])
+            for b in (factor[:split], factor[split:])
+        )
+        bits = DISTANCE_BITS + FACTOR_BITS
+        product = stage(
+            low_low + (low_high << split) + (high_low << half) + (high_high << half + split), shape=bits
+        )
+
+        # 4: shift; what would have to go further left is larger than every score
+        right = stage(stage(right))
+        wide = Cat(Const(0, _UP), product)
+        gone = right >= len(wide)
+        shifted = stage(Mux(gone, 0, wide >> right[: len(wide).bit_length()]))
+        huge = stage(product.any() & (right < 0))
+
+        # 5: to nearest, ties away from zero, saturated
+        rounded = (shifted + 1) >> 1
+        over = huge | (rounded >> _LIMIT_BITS).any()
+        bias = stage(Mux(over, SCORE_LIMIT, rounded), shape=_LIMIT_BITS)
+
+        # 6: sum, saturated
+        for _ in range(4):
+            negative = stage(negative)
+        total = Signal(signed(SCORE_BITS + 1))
+        m.d.comb += total.eq(self.score + Mux(negative, -bias, bias))
+        result = Mux(total > SCORE_LIMIT, SCORE_LIMIT, Mux(total < -SCORE_LIMIT, -SCORE_LIMIT, total))
+        m.d.comb += self.biased.eq(stage(result, shape=signed(SCORE_BITS)))
+        return m
