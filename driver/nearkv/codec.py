@@ -61,7 +61,7 @@ def bytes_to_codes(data: npt.NDArray[np.uint8], form: formats.Format, elements: 
     if form.bits == 16:
         return torch.from_numpy(np.ascontiguousarray(data).view(np.int16)[..., :elements].copy())
     if form.bits == 4:
-        data = np.stack([data & 0xF, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
+        data = np.stack([data & 0xF, data >> 4], axis=-1).reshape(*data.shape[:-1], 2 * data.shape[-1])
     return torch.from_numpy(data[..., :elements].copy())
 
 
