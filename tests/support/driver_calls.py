@@ -85,9 +85,8 @@ class DriverCall:
         summaries = page_summaries(case.k, page_rows=page_rows, **given)
         pages, rows = summaries.least.shape[1], case.k.shape[1]
         shown = case.sees().any(2)[:, 0]
-        shown = (
-            torch.nn.functional.pad(shown, (0, pages * page_rows - rows)).view(-1, pages, page_rows).any(-1)
-        )
+        shown = torch.nn.functional.pad(shown, (0, pages * page_rows - rows))
+        shown = shown.view(len(shown), pages, page_rows).any(-1)
         options = {name: case.options.get(name) for name in ("scale", "k_scale", "softcap")}
         return select_pages(case.q, summaries, count=self.select, candidates=shown, **options).pages
 
