@@ -4,7 +4,7 @@ import nearkv
 import pytest
 import torch
 from driver_cases import context, expected, filled, same_bits, values
-from nearkv.errors import ArgumentError, ShapeError
+from nearkv.errors import ArgumentError, DeviceError, ShapeError
 from nearkv.quantise import PRESETS, quantise
 from nearkv.reference import decode_attention, finish, merge, page_summaries, select_pages
 from nearkv_hw.abi import Feature
@@ -279,3 +279,20 @@ def test_the_host_has_the_same_bits():
     assert all(lines[1:])
     assert same_bits(found[0], found[1])
     assert same_bits(found[0], found[2])
+
+
+def test_only_selected_pages_are_read(setting, model):
+    """A lost row of a page that is not selected is not met; a lost summary is, and names its page."""
+    kv, handles, _ = setting
+    q = values(1, 2, 24, seed=3)
+    out, pages = kv.attend(handles[:1], layer=0, q=q, select_pages=3)
+    other = int((~pages[0, 0]).nonzero()[0])
+    page = int(handles[0]._tables[0].page_addresses(other, other + 1)[0, 0])
+    model._port.inject(kv._tenant.host(page), [0, 1])
+    again, _ = kv.attend(handles[:1], layer=0, q=q, select_pages=3)
+    assert same_bits(out, again)
+    with pytest.raises(DeviceError, match=f"POISON, in the table, the queries or page {other}"):
+        kv.attend(handles[:1], layer=0, q=q)
+    model._port.inject(kv._tenant.host(page + kv._layout.summary_offset), [0, 1])
+    with pytest.raises(DeviceError, match=f"POISON, in the table, the queries or page {other}"):
+        kv.attend(handles[:1], layer=0, q=q, select_pages=3)
