@@ -25,6 +25,7 @@ from ..abi.window import (
     RING,
     RING_LINE,
 )
+from ..features import FEATURES
 from ..interfaces import TENANT_BITS
 from ..structs import layout_of
 
@@ -112,7 +113,7 @@ def identity_values(config):
     given = {
         "magic": MAGIC,
         "abi_version": ABI_VERSION,
-        "features": 0,
+        "features": int(FEATURES),
         "contract_version": CONTRACT_VERSION,
         "aperture": 0,
         "extent_shift": EXTENT_SHIFT,

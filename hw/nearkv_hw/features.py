@@ -1,0 +1,5 @@
+"""What the RTL has beyond plain jobs; the identity line says it, and tests open the model with as much."""
+
+from .abi import Feature
+
+FEATURES = Feature(0)
