@@ -31,12 +31,13 @@ from .arguments import (
     whole_number,
 )
 from .errors import ArgumentError, DtypeError
-from .jobs import FORMS, Batch, Finished, Jobs, Sight, log_sum_exp_of, partial_of, values_of
+from .jobs import Batch, Jobs, Sight
 from .quantise.formats import CacheFormat
 from .reference import Partial, State, score_factor
 from .reference.alibi import alibi_bits
 from .reference.fixed import float32_bits
 from .reference.softcap import softcap_bits
+from .results import FORMS, Finished, log_sum_exp_of, partial_of, values_of
 from .rows import Context
 from .rows import Rows as SeenRows
 from .table import PageTable

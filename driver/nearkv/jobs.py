@@ -31,12 +31,7 @@ from nearkv_hw.abi.descriptor import (
     WORD_BYTES,
 )
 from nearkv_hw.abi.lines import LINE_SHIFT, lines_of
-from nearkv_hw.abi.memory import (
-    DENOMINATOR,
-    QUERY_NAN,
-    ResultLayout,
-    RowLayout,
-)
+from nearkv_hw.abi.memory import ResultLayout, RowLayout
 from nearkv_sim.columns import column
 from nearkv_sim.port import Addresses, Lines, Operation, Read, Write
 
@@ -44,16 +39,11 @@ from .arguments import Bounds
 from .codec import FORMATS, record_line, rows_to_lines, span
 from .errors import DeviceError
 from .heads import HeadTables
-from .reference import Partial, log_sum_exp
+from .results import Finished
 from .ring import Completions
 from .stats import AttentionTotals
 from .tenant import Tenant
 
-FORMS: dict[torch.dtype, OutputForm] = {
-    torch.float32: OutputForm.FP32,
-    torch.bfloat16: OutputForm.BF16,
-    torch.float16: OutputForm.FP16,
-}
 _PLANS_KEPT = 16
 _TEMPLATES_KEPT = 64
 
@@ -122,22 +112,6 @@ class Batch:
     form: OutputForm
     denominators: bool
     sight: Sight
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What jobs came to.
-
-    Members
-    -------
-    lines : results [queries..., q_heads, lines, 64], the last one the denominator's if wanted.
-    completions : how the jobs ended.
-    selected : numbers of the selected pages of each sequence and KV head, where there was a selection.
-    """
-
-    lines: npt.NDArray[np.uint8]
-    completions: Completions
-    selected: list[list[list[int]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -437,43 +411,6 @@ _DETAILS = {
     Status.POISON: "in the table, the queries or page",
 }
 """What a record's detail is, by status."""
-
-
-def values_of(finished: Finished, value_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Results [queries, q_heads, value_dim] of a finished form."""
-    lines = finished.lines[:, :, : ResultLayout(value_dim, FORMS[dtype]).planes[0]]
-    kind = np.float32 if dtype == torch.float32 else np.int16
-    lanes = np.ascontiguousarray(lines).reshape(*lines.shape[:2], -1).view(kind)[..., :value_dim]
-    return torch.from_numpy(lanes.copy()).view(dtype)
-
-
-def log_sum_exp_of(finished: Finished) -> torch.Tensor:
-    """Natural-base log-sum-exp, float32 [batch, q_heads], from the denominator lines."""
-    denominator, query_nan = _denominators(finished)
-    none = np.zeros((*query_nan.shape, 0), np.int64)
-    return log_sum_exp(Partial.from_planes(denominator, (none, none, none), query_nan))
-
-
-def partial_of(finished: Finished, value_dim: int) -> Partial:
-    """Partials of queries [batch, q_heads] from result planes."""
-    planes = []
-    begin = 0
-    for lines, kind in zip(
-        ResultLayout(value_dim, OutputForm.PARTIAL).planes, ("<i4", "<i8", "<i8", "u1"), strict=True
-    ):
-        plane = np.ascontiguousarray(finished.lines[:, :, begin : begin + lines])
-        planes.append(plane.reshape(*plane.shape[:2], -1).view(kind)[..., :value_dim].copy())
-        begin += lines
-    denominator, query_nan = _denominators(finished)
-    return Partial.from_planes(denominator, (planes[0], planes[1], planes[2]), query_nan, planes[3])
-
-
-def _denominators(
-    finished: Finished,
-) -> tuple[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.bool_]]:
-    lines = np.ascontiguousarray(finished.lines[:, :, -1])
-    top, high, low = (column(DENOMINATOR, name, lines).copy() for name in ("top", "high", "low"))
-    return (top, high, low), column(DENOMINATOR, "flags", lines) & QUERY_NAN != 0
 
 
 def _lines_of(
