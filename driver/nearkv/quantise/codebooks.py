@@ -12,7 +12,6 @@ from .blocks import block_peaks, spread
 from .formats import RowFormat
 from .rounding import decode, encode, encode_power, nan_code
 
-_BEYOND = 1e300
 _ROUNDS = 25
 """Rounds of Lloyd's algorithm; in one dimension and from quantiles few are needed."""
 
@@ -83,7 +82,8 @@ def by_codebook(numbers: Tensor, form: RowFormat, codebook: Tensor) -> tuple[Ten
         scales = scales.masked_fill(undefined, nan_code(form.scale_form) or 0)
         nothing = spread(undefined, form.block, numbers.shape[-1]) | (factors == 0)
         numbers = numbers.masked_fill(nothing, 0.0) / factors.masked_fill(nothing, 1.0)
-    numbers = numbers.clamp(-_BEYOND, _BEYOND)  # infinities have a nearest number, too
+    ends = book.masked_fill(~book.isfinite(), 0.0)
+    numbers = numbers.clamp(ends.amin(-1, keepdim=True), ends.amax(-1, keepdim=True))  # infinities, too
     far = (numbers.unsqueeze(-1) - book.unsqueeze(-2)).abs()
     return far.masked_fill(far.isnan(), torch.inf).argmin(-1), scales
 
