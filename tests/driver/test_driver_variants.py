@@ -51,6 +51,21 @@ def test_query_rows_are_one_job_of_a_head(setting, query_rows):
     assert same_bits(out, expected(q, contexts, scale=SCALE, causal=True))
 
 
+@pytest.mark.parametrize("query_rows", [None, 2, 260])
+def test_more_queries_than_a_job_takes(model, query_rows):
+    """150 query heads for a KV head are two jobs, so are 260 query rows; their areas may exceed an extent."""
+    k, v = context(20, 2, 16, 16, seed=1)
+    q = values(1, *([query_rows] if query_rows else []), 300, 16, seed=2)
+    slopes, sinks = torch.linspace(0.01, 1, 300), torch.linspace(-1, 1, 300)
+    options = {"scale": SCALE, "alibi_slopes": slopes, "sinks": sinks, "softcap": 5.0}
+    with model.kv_cache(layers=1, kv_heads=2, head_dim=16, dtype="fp16", page_rows=4) as kv:
+        (handle,) = filled(kv, [(k, v)])
+        before = kv._totals.jobs
+        out = kv.attend([handle], layer=0, q=q, **options)
+        assert kv._totals.jobs - before == 2 * 2 * -(-(query_rows or 1) // 255)
+    assert same_bits(out, expected(q, [(k, v)], causal=query_rows is not None, **options))
+
+
 @pytest.mark.parametrize("kept", [0, 3])
 @pytest.mark.parametrize("query_rows", [None, 4])
 def test_windows_with_kept_rows(setting, query_rows, kept):
