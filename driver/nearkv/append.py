@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import RowLayout, table_bytes
 from nearkv_hw.abi.numerics import MAX_ROWS
-from nearkv_sim.port import Write
+from nearkv_sim.port import Addresses, Lines, Write
 
 from .allocator import Pages
-from .codec import one, rows_to_lines
+from .codec import codes_to_bytes, one
+from .coded import Coded
 from .directory import Directory
 from .errors import ArgumentError, OutOfMemoryError
+from .summaries import Summaries
 from .table import PageTable, RowAddresses
 from .tenant import Tenant
 
@@ -70,19 +72,23 @@ class Appending:
             self.undo()
             raise
 
-    def writes(self, k: torch.Tensor, v: torch.Tensor) -> list[Write]:
-        """The operations that write rows k, v [batch, rows, kv_heads, dim], and the entries of new pages."""
-        k_lines = rows_to_lines(k.transpose(1, 2), self._layout.k_lines)
-        v_lines = rows_to_lines(v.transpose(1, 2), self._layout.v_lines)
+    def writes(self, coded: Coded) -> list[Write]:
+        """The operations that write rows of each table, and the entries of new pages."""
+        areas = self._bytes(coded)
         addresses, data = [], []
+        shared: list[tuple[Addresses, Lines, npt.NDArray[np.uint64]]] = []
         for index, (before, table) in enumerate(zip(self._before, self.tables, strict=True)):
             begin = before.committed
-            for places, lines in zip(
-                self._addresses.of(table, begin, begin + self._rows),
-                (k_lines[index], v_lines[index]),
-                strict=True,
-            ):
-                addresses.append(places.reshape(-1))
+            rows = np.arange(begin, begin + self._rows)
+            for places, own in zip(self._addresses.of(table, rows), areas, strict=True):
+                if places is None or own is None:
+                    continue
+                lines, enables = places.to_lines(own[index])
+                if enables is not None:
+                    whole = places.addresses.reshape(-1), lines.reshape(-1, LINE_BYTES), enables.reshape(-1)
+                    shared.append(whole)
+                    continue
+                addresses.append(places.addresses.reshape(-1))
                 data.append(lines.reshape(-1, LINE_BYTES))
             if table is not before:
                 entries = table.entry_lines(0, table.entries)
@@ -94,7 +100,32 @@ class Appending:
                 continue
             addresses.append(entries[0])
             data.append(entries[1])
-        return [self._tenant.write(np.concatenate(addresses), np.concatenate(data))]
+        writes = []
+        if addresses:
+            writes.append(self._tenant.write(np.concatenate(addresses), np.concatenate(data)))
+        if shared:
+            where, lines, enables = (np.concatenate(parts) for parts in zip(*shared, strict=True))
+            writes.append(replace(self._tenant.write(where, lines), enables=enables))
+        return writes
+
+    def _bytes(self, coded: Coded) -> list[npt.NDArray[np.uint8] | None]:
+        """The rows' bytes in each area, [batch, kv_heads, rows, pitch]."""
+        layout = self._layout
+        forms = (layout.k.element, layout.k.scale, layout.value.element, layout.value.scale)
+        return [
+            None if codes is None or form is None else codes_to_bytes(codes.transpose(1, 2), form, pitch)
+            for codes, form, pitch in zip(coded.areas, forms, layout.pitches, strict=True)
+        ]
+
+    def summaries(self, summaries: Summaries, coded: Coded, layer: int) -> list[Write]:
+        """The operations that write the summaries of the pages in which the rows lie."""
+        k, scales = coded.codes[0], coded.scales[0]
+        writes = []
+        for index, (before, table) in enumerate(zip(self._before, self.tables, strict=True)):
+            own = None if scales is None else scales[index]
+            addresses, lines = summaries.added(table, before.committed, k[index], own, layer)
+            writes.append(self._tenant.write(addresses, lines))
+        return writes
 
     def commits(self) -> list[Write]:
         """The operations that make the rows exist, a line for each table: its header, or where it moved."""
@@ -114,6 +145,8 @@ class Appending:
         for before, table in zip(self._before, self.tables, strict=True):
             table.pages = self._page_count(table)
             table.committed += self._rows
+            if self._rows:
+                table.extremes = table.next_extremes
             if table is not before:
                 self._tenant.arena.give(before.address, before.size_bytes)
 

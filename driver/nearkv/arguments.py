@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from nearkv_hw.abi.descriptor import MAX_QUERY_ROWS
+from nearkv_hw.abi.numerics import POSITION_BITS
 
 from .codec import FORMATS
 from .errors import ArgumentError, DtypeError, ShapeError
@@ -35,8 +37,8 @@ def one_of(name: str, value: str, known: Mapping[str, Chosen]) -> Chosen:
     return known[value]
 
 
-def tensor_of(name: str, tensor: object, shape: tuple[int | str, ...], dtype: torch.dtype) -> torch.Tensor:
-    """`tensor`, when it has the shape (names stand for any size) and the type."""
+def dense(name: str, tensor: object, shape: tuple[int | str, ...]) -> torch.Tensor:
+    """`tensor`, when it is a dense tensor of the shape; names stand for any size."""
     if not isinstance(tensor, torch.Tensor):
         raise DtypeError(f"{name} must be a torch tensor, not {type(tensor).__name__}")
     given, wanted = tuple(tensor.shape), f"[{', '.join(map(str, shape))}]"
@@ -48,18 +50,22 @@ def tensor_of(name: str, tensor: object, shape: tuple[int | str, ...], dtype: to
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "a meta tensor" if tensor.is_meta else str(tensor.layout)
         raise DtypeError(f"{name} is {kind}, must be a dense tensor with data")
-    if tensor.dtype != dtype:
-        name_of = FORMATS[dtype].name if dtype in FORMATS else str(dtype)
-        raise DtypeError(
-            f"{name} is {tensor.dtype}, the cache holds {name_of}; convert with {name}.to({dtype})"
-        )
     return tensor
 
 
-def queries_of(q: Any, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """`q`, when it is [batch, (query_rows,) q_heads, head_dim] and fits the KV heads."""
+def queries_of(q: Any, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+    """`q`, when it is [batch, (query_rows,) q_heads, head_dim] and fits the KV heads.
+
+    Its type is the cache's, or where that is None either of the two that queries may have.
+    """
     several = isinstance(q, torch.Tensor) and q.dim() == 4
-    queries = tensor_of("q", q, (batch, *(["query_rows"] if several else []), "q_heads", head_dim), dtype)
+    queries = dense("q", q, (batch, *(["query_rows"] if several else []), "q_heads", head_dim))
+    if queries.dtype not in ((dtype,) if dtype else FORMATS):
+        if dtype is None:
+            raise DtypeError(f"q is {queries.dtype}, must be {' or '.join(map(str, FORMATS))}")
+        raise DtypeError(
+            f"q is {queries.dtype}, the cache holds {FORMATS[dtype].name}; convert with q.to({dtype})"
+        )
     q_heads = queries.shape[-2]
     if q_heads == 0 or q_heads % kv_heads:
         raise ShapeError(f"q has {q_heads} heads, must have a multiple of the cache's {kv_heads} KV heads")
@@ -166,3 +172,67 @@ def intervals(mask: npt.NDArray[np.bool_]) -> tuple[Bounds, Bounds] | None:
     if (end - begin != count).any():
         return None
     return begin.astype(np.int64), end.astype(np.int64)
+
+
+def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The (begin, end) of the runs of True in a row of columns."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
+    return list(zip(edges[0::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def tree_of(tree: Any, query_rows: int, lengths: Bounds) -> npt.NDArray[np.bool_] | None:
+    """`tree` as bool [batch, query_rows, query_rows], or None."""
+    if tree is None:
+        return None
+    batch = len(lengths)
+    if not isinstance(tree, torch.Tensor) or tree.dtype != torch.bool:
+        kind = tree.dtype if isinstance(tree, torch.Tensor) else type(tree).__name__
+        raise DtypeError(f"tree must be a bool tensor, not {kind}")
+    shapes = [(query_rows, query_rows), (batch, query_rows, query_rows)]
+    if tuple(tree.shape) not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ShapeError(
+            f"tree has shape {list(tree.shape)}, must have {allowed}: query rows among each other"
+        )
+    if query_rows > MAX_QUERY_ROWS:
+        raise ArgumentError(f"a tree has at most {MAX_QUERY_ROWS} query rows, got {query_rows}")
+    if (lengths < query_rows).any():
+        raise ArgumentError(
+            f"a tree's query rows are the last rows of their sequences: {query_rows} of lengths "
+            f"{lengths.tolist()}"
+        )
+    mask: npt.NDArray[np.bool_] = tree.detach().cpu().numpy()
+    return np.broadcast_to(mask, shapes[1])
+
+
+def positions_of(positions: Any, tree: bool, query_rows: int, lengths: Bounds) -> npt.NDArray[np.int64]:
+    """Positions of the query rows [batch, query_rows]: given with a tree, else those of the last rows."""
+    shapes = [(query_rows,), (len(lengths), query_rows)]
+    if positions is None:
+        return (lengths - query_rows)[:, None] + np.arange(query_rows)
+    if not tree:
+        raise ArgumentError("query_positions go with a tree; without one query rows are the last rows")
+    if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
+        kind = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
+        raise DtypeError(f"query_positions must be an int64 tensor, not {kind}")
+    if tuple(positions.shape) not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ShapeError(f"query_positions have shape {list(positions.shape)}, must have {allowed}")
+    found = positions.detach().cpu().numpy().astype(np.int64)
+    if found.size and not 0 <= found.min() <= found.max() < 1 << POSITION_BITS:
+        raise ArgumentError(
+            f"query_positions must be 0 to {(1 << POSITION_BITS) - 1}, got {found.min()} to {found.max()}"
+        )
+    return np.broadcast_to(found, shapes[1])
+
+
+def per_head(name: str, values: Any, q_heads: int) -> torch.Tensor | None:
+    """float32 [q_heads] on the CPU, or None."""
+    if values is None:
+        return None
+    if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
+        kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+        raise DtypeError(f"{name} must be a float32 tensor, not {kind}")
+    if tuple(values.shape) != (q_heads,):
+        raise ShapeError(f"{name} have shape {list(values.shape)}, must have [{q_heads}]: one per query head")
+    return values.detach().cpu()

@@ -13,22 +13,27 @@ from nearkv_hw.abi.memory import RowLayout
 from nearkv_sim.port import Fence, Operation
 
 from .append import Appending
-from .arguments import tensor_of, whole_number
-from .attention import Answer, Call, Options, table_addresses
+from .arguments import whole_number
+from .attention import Answer, Call, Held, Options, table_addresses
 from .codec import FORMATS, one
+from .coded import Coded, Coder
 from .errors import (
     AccessError,
     ArgumentError,
     ClosedError,
     DeviceError,
+    DtypeError,
     OutOfMemoryError,
-    ShapeError,
 )
+from .heads import GivenHeads, HeadTables
 from .jobs import Jobs
+from .quantise.formats import CacheFormat
+from .quantise.rows import Quantised
 from .reference import Partial
 from .rows import Context, RowReader, Rows
 from .sequences import Sequence, Sequences
 from .stats import AttentionTotals
+from .summaries import Summaries
 from .table import PageTable, RowAddresses
 from .tenant import Tenant
 
@@ -43,7 +48,9 @@ class KVCache:
     Members
     -------
     layers, kv_heads, head_dim, value_dim, page_rows : the geometry.
-    dtype : torch.bfloat16 or torch.float16, of K, V and queries.
+    format : how K and V are stored, a `nearkv.quantise.CacheFormat`.
+    dtype : torch.bfloat16 or torch.float16 where K and V are of it, and queries have to be; else None, and
+        queries may be of either.
 
     Examples
     --------
@@ -62,31 +69,34 @@ class KVCache:
         tenant: Tenant,
         totals: AttentionTotals,
         layout: RowLayout,
-        *,
-        layers: int,
-        kv_heads: int,
-        dtype: torch.dtype,
+        form: CacheFormat,
+        heads: GivenHeads,
     ) -> None:
+        layers, kv_heads = heads.layers, heads.kv_heads
         self.layers = layers
         self.kv_heads = kv_heads
         self.head_dim = layout.head_dim
         self.value_dim = layout.value_dim
         self.page_rows = layout.page_rows
-        self.dtype = dtype
+        self.format = form
+        self.dtype = _dtype_of(form)
         self._tenant = tenant
         self._layout = layout
         self._addresses = RowAddresses(layout)
         self._totals = totals
-        self._jobs = Jobs(tenant, layout, dtype, kv_heads, totals)
-        self._reader = RowReader(tenant, layout, dtype)
+        self._heads = HeadTables(tenant, heads)
+        self._coder = Coder(form, kv_heads, layout.head_dim, layout.value_dim, self._heads)
+        self._jobs = Jobs(tenant, layout, self._heads, kv_heads, totals)
+        self._reader = RowReader(tenant, layout)
         self._pages = tenant.pages(layout.page_bytes)
+        self._summaries = Summaries(layout, form, self._heads) if layout.summaries else None
         self._sequences = Sequences(
             tenant,
             self._pages,
             layout,
-            element_code=FORMATS[dtype].code,
             layers=layers,
             kv_heads=kv_heads,
+            tables={"head_scales": self._heads.head_scales, "codebooks": self._heads.codebooks},
         )
         self._closed = False
 
@@ -112,6 +122,7 @@ class KVCache:
         if self._closed:
             return
         self._sequences.close()
+        self._heads.give()
         self._closed = True
 
     def abandon(self) -> None:
@@ -130,7 +141,7 @@ class KVCache:
         state = "closed" if self._closed else f"{len(list(self._sequences))} sequences"
         return (
             f"<KV cache of {self.layers} layers, {self.kv_heads} KV heads, {self.head_dim}/{self.value_dim} "
-            f"{FORMATS[self.dtype].name}, pages of {self.page_rows} rows, {state}>"
+            f"{self.format.name}, pages of {self.page_rows} rows, {state}>"
         )
 
     # Sequences
@@ -182,6 +193,14 @@ class KVCache:
                 dropped.append(table.page_addresses(kept, pages).reshape(-1))
                 table.drop(kept)
                 program.append(self._tenant.write(*table.entry_lines(kept, pages)))
+        if self._summaries is not None:
+            # the rows that are left of the last page have other extremes
+            left = np.arange(rows - rows % self.page_rows, rows)
+            for table in cut:
+                table.extremes = None
+                if len(left):
+                    again = self._summaries.again(table, self._reader.read(table, left), rows)
+                    program.insert(0, self._tenant.write(*again))
         if cut:
             self._tenant.run(program)
         for page_addresses in dropped:
@@ -205,8 +224,9 @@ class KVCache:
         try:
             for layer, table in enumerate(tables):
                 if table.committed:
-                    k, v = self.read(sequence, layer=layer)
-                    self.append(copy, layer=layer, k=k, v=v)
+                    held = self._reader.read(table)
+                    own = self._sequences.table(copy, layer)
+                    self._append([own], [copy], layer, _as_coded(held))
         except (OutOfMemoryError, AccessError):
             self.free(copy)
             raise
@@ -215,16 +235,31 @@ class KVCache:
     # Rows
 
     def append(
-        self, sequence: Sequence | Many[Sequence], *, layer: int, k: torch.Tensor, v: torch.Tensor
+        self,
+        sequence: Sequence | Many[Sequence],
+        *,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor | None = None,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
     ) -> None:
         """Append rows to a sequence, or to several at once.
+
+        Numbers are brought into the cache's format by `nearkv.quantise`; what saturates is counted in
+        `Stats.saturated`. A scale per head and a codebook that were not given to `kv_cache` are found from a
+        layer's first rows and then stay. Codes are taken as they are.
 
         Parameters
         ----------
         sequence : one sequence, or a list of different ones.
         layer : which layer.
-        k, v : [rows, kv_heads, head_dim] and [rows, kv_heads, value_dim] of the cache's type; for a list of
-            sequences [batch, rows, ...].
+        k, v : [rows, kv_heads, head_dim] and [rows, kv_heads, value_dim]; for a list of sequences
+            [batch, rows, ...]. Numbers of the cache's type (bf16 and fp16 caches) or of float32, bfloat16 or
+            float16 (other formats); or codes, int16 for formats of 16 bits and uint8, one to a code, for
+            others. Without v where V is part of the K row.
+        k_scales, v_scales : with codes, the codes of their scales [rows, kv_heads, blocks], uint8, or int16
+            (bfloat16, float16) for scale formats of 16 bits.
 
         Raises
         ------
@@ -233,25 +268,57 @@ class KVCache:
         """
         if isinstance(sequence, Sequence):
             tables = [self._open_sequences().table(sequence, layer)]
-            k, v = self._rows_of(k, v)
-            k, v = k.unsqueeze(0), v.unsqueeze(0)
             sequences: Many[Sequence] = [sequence]
+            coded = self._coder.code(layer, k, v, k_scales, v_scales)
         else:
             sequences = sequence
             tables = self._open_sequences().batch(sequences, layer, distinct=True)
-            k, v = self._rows_of(k, v, len(tables))
-        appending = self._appending(tables, k.shape[1])
-        self._tenant.run([*appending.writes(k, v), Fence(), *appending.commits()])
-        self._appended(appending, sequences, layer)
+            coded = self._coder.code(layer, k, v, k_scales, v_scales, len(tables))
+        self._append(tables, sequences, layer, coded)
 
     def read(self, sequence: Sequence, *, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows that the device holds: k [rows, kv_heads, head_dim] and v [rows, kv_heads, value_dim].
+
+        Of the cache's type for bf16 and fp16; of other formats the numbers as float32, rounded once where a
+        scale per head makes them longer. `read_codes` has all of it.
 
         Raises
         ------
         AccessError : when a line is poisoned.
         """
-        return self._reader.read(self._open_sequences().table(sequence, layer))
+        k, v = self.read_codes(sequence, layer=layer)
+
+        def numbers(rows: Quantised) -> torch.Tensor:
+            kind = next((d for d, form in FORMATS.items() if form == rows.format.form), None)
+            return rows.values().float() if kind is None else rows.codes.view(kind)
+
+        own = numbers(k)
+        return own, own[..., : self.value_dim] if v is None else numbers(v)
+
+    def read_codes(self, sequence: Sequence, *, layer: int) -> tuple[Quantised, Quantised | None]:
+        """The rows that the device holds, as codes with their scales; V is None where it is part of K.
+
+        Raises
+        ------
+        AccessError : when a line is poisoned.
+        """
+        held = self._reader.read(self._open_sequences().table(sequence, layer))
+        heads = self._heads
+        k = Quantised(
+            self.format.k, held.k, held.k_scales, heads.scale("k", layer), 0, heads.codebook("k", layer)
+        )
+        if self.format.v is None or held.v is None:
+            return k, None
+        scale, book = heads.scale("v", layer), heads.codebook("v", layer)
+        return k, Quantised(self.format.v, held.v, held.v_scales, scale, 0, book)
+
+    def head_scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """K's and V's scale per head of a layer, float32 [kv_heads]; None without, or before the first rows.
+
+        V's is what `nearkv.finish` of a partial needs.
+        """
+        value = "k" if self.format.v is None else "v"
+        return self._heads.scale("k", layer), self._heads.scale(value, layer)
 
     # Attention
 
@@ -337,7 +404,8 @@ class KVCache:
         DeviceError, AccessError, DeviceTimeoutError : when it answers with a fault, or not at all.
         """
         tables = self._open_sequences().batch(sequences, layer)
-        call = self._call(q, [t.committed for t in tables], return_lse=return_lse, partial=partial, **options)
+        lengths = [table.committed for table in tables]
+        call = self._call(layer, q, lengths, return_lse=return_lse, partial=partial, **options)
         return self._answer(call, tables)
 
     def append_attend(
@@ -346,18 +414,20 @@ class KVCache:
         *,
         layer: int,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None = None,
         q: torch.Tensor,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
         **options: Unpack[Options],
-    ) -> torch.Tensor:
+    ) -> Any:
         """`append` and then `attend` over what is there then, in one program: a layer's part of a token.
 
         Parameters
         ----------
         sequences : different sequences.
-        k, v : [batch, rows, kv_heads, dim], appended first.
-        q : [batch, q_heads, head_dim], of the last row.
-        layer, options : as `attend` has them; `visible` must be one range of rows per sequence.
+        k, v, k_scales, v_scales : as `append` has them, [batch, rows, kv_heads, dim], appended first.
+        q : as `attend` has it.
+        layer, options : as `attend` has them. What the device leaves to the host is refused.
 
         Raises
         ------
@@ -371,22 +441,30 @@ class KVCache:
                 f"append_attend has no option {', '.join(other)}: it returns the result alone; "
                 "use append and then attend"
             )
-        k, v = self._rows_of(k, v, len(tables))
-        call = self._call(q, [table.committed + k.shape[1] for table in tables], **options)
-        if call.bounds is None:
-            raise ArgumentError("several query rows or gaps in visible: use append and then attend")
-        appending = self._appending(tables, k.shape[1])
-        appended: list[Operation] = [*appending.writes(k, v), Fence(), *appending.commits()]
+        coded = self._coder.code(layer, k, v, k_scales, v_scales, len(tables))
+        appending = self._appending(tables, coded.rows)
         try:
+            appended: list[Operation] = [
+                *self._writes(appending, coded, layer),
+                Fence(),
+                *appending.commits(),
+            ]
+            call = self._call(layer, q, [table.committed + coded.rows for table in tables], **options)
+            if not call.on_units and self._tenant.config.units:
+                raise ArgumentError(
+                    "the host has to work this out (several query rows or gaps in visible, on this device): "
+                    "use append and then attend"
+                )
             answer = self._answer(call, appending.tables, appended)
-        except OutOfMemoryError:
+        except (OutOfMemoryError, ArgumentError, DtypeError):
             appending.undo()
+            self._heads.forget(coded.found, layer)
             raise
         except (DeviceError, AccessError):
-            self._appended(appending, sequences, layer)
+            self._appended(appending, sequences, layer, coded)
             raise
-        self._appended(appending, sequences, layer)
-        assert isinstance(answer, torch.Tensor)
+        self._appended(appending, sequences, layer, coded)
+        assert not isinstance(answer, Partial)
         return answer
 
     # Below: checks, and the parts of the above
@@ -396,17 +474,9 @@ class KVCache:
             raise ClosedError("the KV cache is closed; make another one with kv_cache()")
         return self._sequences
 
-    def _rows_of(self, k: Any, v: Any, batch: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        leading: tuple[int | str, ...] = ("rows",) if batch is None else (batch, "rows")
-        k = tensor_of("k", k, (*leading, self.kv_heads, self.head_dim), self.dtype)
-        v = tensor_of("v", v, (*leading, self.kv_heads, self.value_dim), self.dtype)
-        rows = len(leading) - 1
-        if k.shape[rows] != v.shape[rows]:
-            raise ShapeError(f"k has {k.shape[rows]} rows and v has {v.shape[rows]}, must have the same")
-        return k, v
-
     def _call(
         self,
+        layer: int,
         q: torch.Tensor,
         lengths: list[int],
         *,
@@ -419,21 +489,28 @@ class KVCache:
             raise ArgumentError(
                 f"attend() has no option {unknown[0]!r}; there are {', '.join(Options.__annotations__)}"
             )
-        return Call(
-            q,
-            np.array(lengths, np.int64),
+        k_scale, v_scale = self.head_scales(layer)
+        held = Held(
+            layer=layer,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             value_dim=self.value_dim,
+            page_rows=self.page_rows,
+            form=self.format,
             dtype=self.dtype,
-            return_lse=return_lse,
-            partial=partial,
-            **options,
+            summaries=self._layout.summaries,
+            features=self._tenant.features,
+            units=self._tenant.config.units,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            k_lut=self._heads.codebook("k", layer),
+            v_lut=self._heads.codebook("v", layer),
         )
+        return Call(q, np.array(lengths, np.int64), held, return_lse=return_lse, partial=partial, **options)
 
     def _answer(self, call: Call, tables: list[PageTable], before: Many[Operation] = ()) -> Answer:
         """The device's answer, after `before`, or the host's where the device has none."""
-        if call.bounds is not None and self._tenant.config.units:
+        if call.on_units:
             return call.on_device(self._jobs, table_addresses(tables), before)
 
         def fetch(wanted: list[Rows]) -> list[Context]:
@@ -445,10 +522,40 @@ class KVCache:
 
         return call.on_host(fetch)
 
+    def _append(self, tables: list[PageTable], sequences: Many[Sequence], layer: int, coded: Coded) -> None:
+        appending = self._appending(tables, coded.rows)
+        self._tenant.run([*self._writes(appending, coded, layer), Fence(), *appending.commits()])
+        self._appended(appending, sequences, layer, coded)
+
     def _appending(self, tables: list[PageTable], rows: int) -> Appending:
         directory = self._sequences.directory
         return Appending(self._tenant, self._pages, self._layout, self._addresses, directory, tables, rows)
 
-    def _appended(self, appending: Appending, sequences: Many[Sequence], layer: int) -> None:
+    def _writes(self, appending: Appending, coded: Coded, layer: int) -> list[Operation]:
+        """What has to be on the device before rows are committed."""
+        for part, found in coded.found.items():
+            self._heads.learn(part, layer, found.head_scale, found.codebook)
+        writes: list[Operation] = [*appending.writes(coded)]
+        if coded.found:
+            writes += self._heads.writes()
+        if self._summaries is not None:
+            writes += appending.summaries(self._summaries, coded, layer)
+        return writes
+
+    def _appended(self, appending: Appending, sequences: Many[Sequence], layer: int, coded: Coded) -> None:
         appending.done()
+        self._totals.saturated += coded.saturated
         self._sequences.replace(sequences, layer, appending.tables)
+
+
+def _dtype_of(form: CacheFormat) -> torch.dtype | None:
+    """The torch type of both K and V, if there is one."""
+    rows = {form.k.form, (form.v or form.k).form}
+    return next((dtype for dtype, kind in FORMATS.items() if rows == {kind}), None)
+
+
+def _as_coded(held: Context) -> Coded:
+    """Rows that were read, for a copy of them."""
+    k, k_scales, v, v_scales = (None if x is None else x.unsqueeze(0) for x in held.areas)
+    assert k is not None
+    return Coded((k, v), (k_scales, v_scales), {})

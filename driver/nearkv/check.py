@@ -58,6 +58,8 @@ def case_of(
     ranges: Many[tuple[int, int]] | None = None,
     sinks: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
+    scales: Many[tuple[torch.Tensor | None, torch.Tensor | None]] | None = None,
+    heads: dict[str, torch.Tensor] | None = None,
 ) -> Case:
     """A call on a cache as a `Case`.
 
@@ -65,18 +67,26 @@ def case_of(
     ----------
     cache : on which it ran.
     q : [batch, q_heads, head_dim].
-    contexts : the host's own rows of each sequence.
+    contexts : the host's own rows of each sequence: values, or codes of the cache's format.
     scale, sinks, out_dtype : as `KVCache.attend` was given them.
     ranges : (begin, end) of the rows that are seen; all when not given.
+    scales : with codes, K's and V's scale codes [rows, kv_heads, blocks] of each sequence, or None.
+    heads : with codes, k_scale, v_scale, k_lut and v_lut, those that there are.
     """
     lengths = tuple(int(k.shape[0]) for k, _ in contexts)
     if len(lengths) != q.shape[0]:
         raise ArgumentError(f"q is of {q.shape[0]} sequences, contexts are {len(lengths)}")
     pad = torch.nn.functional.pad
-    k, v = (
-        torch.stack([pad(c[part].cpu(), (0, 0, 0, 0, 0, max(lengths) - c[part].shape[0])) for c in contexts])
-        for part in (0, 1)
-    )
+
+    def stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([pad(x.cpu(), (0, 0, 0, 0, 0, max(lengths) - x.shape[0])) for x in parts])
+
+    k, v = (stacked([context[part] for context in contexts]) for part in (0, 1))
+    extras = {name: tensor.cpu() for name, tensor in (heads or {}).items()}
+    for part, name in enumerate(("k_scales", "v_scales")):
+        own = [pair[part] for pair in scales or () if pair[part] is not None]
+        if own:
+            extras[name] = stacked([one for one in own if one is not None])
     return Case(
         q=q.detach().cpu().contiguous(),
         k=k.detach(),
@@ -89,6 +99,8 @@ def case_of(
         page_rows=cache.page_rows,
         device=cache.device_kind,
         config=cache.device_config,
+        form=cache.format if k.dtype in (torch.uint8, torch.int16) else None,
+        extras=extras,
     )
 
 

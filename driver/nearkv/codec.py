@@ -38,10 +38,31 @@ def rows_to_lines(rows: torch.Tensor, lines: int) -> npt.NDArray[np.uint8]:
     return codes.view(np.uint8).reshape(*codes.shape[:-1], lines, LINE_BYTES)
 
 
-def lines_to_rows(lines: npt.NDArray[np.uint8], elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Lines [..., lines, 64] as rows [..., elements] of a 16-bit type."""
-    codes = lines.reshape(*lines.shape[:-2], lines.shape[-2] * LINE_BYTES).view(np.int16)[..., :elements]
-    return torch.from_numpy(codes.copy()).view(dtype)
+def codes_to_bytes(codes: torch.Tensor, form: formats.Format, pitch: int) -> npt.NDArray[np.uint8]:
+    """Rows of codes [..., elements], as they are kept in tensors, as bytes [..., pitch], padded with zeros.
+
+    Codes of 4 bits lie two to a byte, the first in the low bits.
+    """
+    kept = codes.detach().cpu().contiguous().numpy()
+    if form.bits == 4:
+        if kept.shape[-1] % 2:
+            kept = np.concatenate([kept, np.zeros((*kept.shape[:-1], 1), kept.dtype)], axis=-1)
+        kept = kept[..., 0::2] | kept[..., 1::2] << 4
+    raw = np.ascontiguousarray(kept).view(np.uint8)
+    if raw.shape[-1] == pitch:
+        return raw
+    padded = np.zeros((*raw.shape[:-1], pitch), np.uint8)
+    padded[..., : raw.shape[-1]] = raw
+    return padded
+
+
+def bytes_to_codes(data: npt.NDArray[np.uint8], form: formats.Format, elements: int) -> torch.Tensor:
+    """Bytes [..., pitch] as codes [..., elements]: int16 for formats of 16 bits, else uint8."""
+    if form.bits == 16:
+        return torch.from_numpy(np.ascontiguousarray(data).view(np.int16)[..., :elements].copy())
+    if form.bits == 4:
+        data = np.stack([data & 0xF, data >> 4], axis=-1).reshape(*data.shape[:-1], 2 * data.shape[-1])
+    return torch.from_numpy(data[..., :elements].copy())
 
 
 def record_line(layout: Layout, **values: int) -> Lines:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from nearkv_hw.abi import ABI_VERSION, DeviceConfig, Feature
 from nearkv_hw.abi.config import EXTENT_SHIFT
-from nearkv_hw.abi.descriptor import ATTEND, MAX_HEAD_DIM, MAX_VALUE_DIM
+from nearkv_hw.abi.descriptor import ATTEND, MAX_HEAD_DIM, MAX_LARGE_DIM
 from nearkv_hw.abi.memory import CACHE, RowLayout
 from nearkv_hw.abi.numerics import CONTRACT_VERSION
 from nearkv_hw.abi.window import IDENTITY, IDENTITY_LINE, MAGIC, register_address
@@ -25,8 +25,9 @@ from nearkv_sim.trace import write as write_timeline
 
 from .arguments import whole_number
 from .cache import KVCache
-from .codec import element_dtype
 from .errors import ArgumentError, ClosedError, UnknownHandleError, VersionError
+from .formats import Blocks, Dtype, Pair, chosen_format, needs_of
+from .heads import GivenHeads
 from .stats import AttentionTotals, Stats, read_stats
 from .tenant import Tenant
 
@@ -100,7 +101,16 @@ class Device:
         kv_heads: int,
         head_dim: int,
         value_dim: int | None = None,
-        dtype: str | torch.dtype = "bf16",
+        dtype: Dtype = "bf16",
+        value_dtype: Dtype | None = None,
+        scale_dtype: Pair = None,
+        scale_block: Blocks = None,
+        latent: bool = False,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        k_lut: torch.Tensor | None = None,
+        v_lut: torch.Tensor | None = None,
+        summaries: bool = False,
         page_rows: int = 16,
         tenant: int = 0,
     ) -> KVCache:
@@ -109,31 +119,60 @@ class Device:
         Parameters
         ----------
         layers, kv_heads : layers, and KV heads of each.
-        head_dim, value_dim : elements of a K row and of a V row, 1 to 256; V is as long as K if not given.
-        dtype : "bf16" or "fp16", of K, V and queries.
+        head_dim, value_dim : elements of a K row and of a V row, 1 to 256, on devices with large rows to
+            1,023; V is as long as K if not given.
+        dtype : how K is stored, and V where value_dtype does not say so: the name of a preset of
+            `nearkv.quantise.PRESETS` ("bf16", "fp8", "int8", "q8_0", "nvfp4", ...), a torch type, the name of
+            an element format ("fp8_e5m2", "lut4", ...), or a `nearkv.quantise.RowFormat`.
+        value_dtype : how V is stored.
+        scale_dtype, scale_block : format of scales along a row ("fp16", "bf16", "e4m3", "e8m0") and the
+            elements that share one (16, 32, 64, 128, None for the row); each for both, or a pair, K's and
+            V's. With them dtype names an element format.
+        latent : V is the first value_dim elements of the K row, and is stored once.
+        k_scale, v_scale : float32 [kv_heads] or [layers, kv_heads] for formats with a scale per head (fp8,
+            nvfp4); found from each layer's first rows where not given.
+        k_lut, v_lut : float16 [kv_heads, 16] or [layers, kv_heads, 16], the numbers of lut4; likewise.
+        summaries : keep a summary of each page's K, for `attend(select_pages=)`.
         page_rows : rows of a page, a power of two from 4; a page has to fit an extent of 1 MiB.
         tenant : which of the device's apertures.
 
         Raises
         ------
-        ArgumentError, DtypeError, UnknownHandleError, ClosedError : for arguments that are not allowed.
+        ArgumentError, DtypeError, ShapeError, UnknownHandleError, ClosedError : for arguments that are not
+            allowed, or that this device has not.
         OutOfMemoryError : when there is no room for the cache's record.
+
+        Examples
+        --------
+        >>> import nearkv, torch
+        >>> dev = nearkv.open("model")
+        >>> kv = dev.kv_cache(layers=1, kv_heads=1, head_dim=32, dtype="int8", value_dtype="mxfp4")
+        >>> kv
+        <KV cache of 1 layers, 1 KV heads, 32/32 int8/mxfp4, pages of 16 rows, 0 sequences>
+        >>> dev.close()
         """
         self._check_open()
         value_dim = head_dim if value_dim is None else value_dim
         whole_number("layers", layers, 1, _MAX_LAYERS)
         whole_number("kv_heads", kv_heads, 1, _MAX_KV_HEADS)
-        whole_number("head_dim", head_dim, 1, MAX_HEAD_DIM)
-        whole_number("value_dim", value_dim, 1, MAX_VALUE_DIM)
+        largest = MAX_LARGE_DIM if Feature.LARGE_ROWS in self.features else MAX_HEAD_DIM
+        whole_number("head_dim", head_dim, 1, largest)
+        whole_number("value_dim", value_dim, 1, head_dim if latent else largest)
         whole_number("page_rows", page_rows, 1, 1 << 31)
-        element = element_dtype(dtype)
+        form = chosen_format(dtype, value_dtype, scale_dtype, scale_block, latent=latent)
+        short = Feature.SHORT_ROWS in self.features
+        value = None if form.v is None else form.v.stored(short=short)
         try:
-            layout = RowLayout(head_dim, value_dim, page_rows)
+            layout = RowLayout(
+                head_dim, value_dim, page_rows, form.k.stored(short=short), value, latent, summaries
+            )
         except ValueError as error:
             raise ArgumentError(str(error)) from error
-        cache = KVCache(
-            self._tenant(tenant), self._totals, layout, layers=layers, kv_heads=kv_heads, dtype=element
-        )
+        if self.config.units:
+            needs_of(form, layout).refuse(self.features, self.kind)
+        given = {"k_scale": k_scale, "v_scale": v_scale, "k_lut": k_lut, "v_lut": v_lut}
+        heads = GivenHeads.checked(form, layers, kv_heads, given)
+        cache = KVCache(self._tenant(tenant), self._totals, layout, form, heads)
         self._caches = [known for known in self._caches if not known.closed]
         self._caches.append(cache)
         return cache

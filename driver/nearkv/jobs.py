@@ -5,69 +5,113 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from nearkv_hw.abi import LINE_BYTES, Opcode, OutputForm, Status
-from nearkv_hw.abi.descriptor import ATTEND, DESCRIPTOR_VERSION, FLAG_SINKS, MAX_GROUP
-from nearkv_hw.abi.lines import lines_of
-from nearkv_hw.abi.memory import (
-    DENOMINATOR,
-    QUERY_NAN,
-    ResultLayout,
-    RowLayout,
+from nearkv_hw.abi.descriptor import (
+    ATTEND,
+    DESCRIPTOR_VERSION,
+    EXTENSION,
+    FLAG_EXTENDED,
+    FLAG_SINKS,
+    MAX_GROUP,
+    MAX_QUERY_ROWS,
+    OPTION_ALIBI,
+    OPTION_CAUSAL,
+    OPTION_CODEBOOK,
+    OPTION_LATENT,
+    OPTION_RANGES,
+    OPTION_SELECT,
+    OPTION_SUMMARIES,
+    OPTION_TREE,
+    TREE_ROW_BYTES,
+    WORD_BYTES,
 )
+from nearkv_hw.abi.lines import LINE_SHIFT, lines_of
+from nearkv_hw.abi.memory import ResultLayout, RowLayout
 from nearkv_sim.columns import column
 from nearkv_sim.port import Addresses, Lines, Operation, Read, Write
 
 from .arguments import Bounds
 from .codec import FORMATS, record_line, rows_to_lines, span
 from .errors import DeviceError
-from .reference import Partial, log_sum_exp
+from .heads import HeadTables
+from .results import Finished
 from .ring import Completions
 from .stats import AttentionTotals
 from .tenant import Tenant
 
-FORMS: dict[torch.dtype, OutputForm] = {
-    torch.float32: OutputForm.FP32,
-    torch.bfloat16: OutputForm.BF16,
-    torch.float16: OutputForm.FP16,
-}
 _PLANS_KEPT = 16
+_TEMPLATES_KEPT = 64
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Who sees what, beyond one range of rows for each sequence, and what becomes of scores.
+
+    Members
+    -------
+    causal, window, kept : as in the attend extension.
+    positions : of the first query row of each sequence, int64 [batch].
+    ranges : of each sequence, rising and disjoint pairs, or None.
+    tree : positions [batch, query_rows] and masks bool [batch, query_rows, query_rows], or None.
+    softcap : float32 bits of C2, 0 for none.
+    slopes : float32 bits of ALiBi slopes in base 2, [q_heads], or None.
+    select_pages : pages to select, 0 for all.
+    """
+
+    causal: bool = False
+    window: int = 0
+    kept: int = 0
+    positions: npt.NDArray[np.int64] | None = None
+    ranges: Many[Many[tuple[int, int]]] | None = None
+    tree: tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]] | None = None
+    softcap: int = 0
+    slopes: npt.NDArray[np.uint32] | None = None
+    select_pages: int = 0
+
+    @property
+    def options(self) -> int:
+        """The extension's options that say this."""
+        found = OPTION_CAUSAL if self.causal else 0
+        found |= OPTION_TREE if self.tree is not None else 0
+        found |= OPTION_RANGES if self.ranges is not None else 0
+        found |= OPTION_ALIBI if self.slopes is not None else 0
+        return found | (OPTION_SELECT if self.select_pages else 0)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One attention call: q [batch, q_heads, head_dim] over a row range of a page table each.
+    """One attention call: q [batch, query_rows, q_heads, head_dim] over a row range of a page table each.
 
     Members
     -------
-    q : of the cache's type.
+    q : bfloat16 or float16.
+    layer : of all the tables.
     tables : device addresses of the page tables' headers, uint64 [batch].
     begin, end : the row ranges.
-    factor : the float32 bits of the contract's c.
+    factors : the float32 bits of the contract's c, of each KV head.
+    output_scales : float32 bits of what multiplies results, of each KV head, 0 for none.
     sinks : float32 [q_heads], or None.
     form : what the device writes.
     denominators : whether the denominators are wanted too.
+    sight : who sees what.
     """
 
     q: torch.Tensor
+    layer: int
     tables: npt.NDArray[np.uint64]
     begin: Bounds
     end: Bounds
-    factor: int
+    factors: tuple[int, ...]
+    output_scales: tuple[int, ...]
     sinks: torch.Tensor | None
     form: OutputForm
     denominators: bool
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Result lines [batch, q_heads, lines, 64], the last one the denominator's if wanted; completions."""
-
-    lines: npt.NDArray[np.uint8]
-    completions: Completions
+    sight: Sight
 
 
 @dataclass(frozen=True)
@@ -99,21 +143,22 @@ class Jobs:
     ----------
     tenant : whose memory it is.
     layout : of the cache's rows.
-    dtype : of its elements and queries.
+    heads : scales and codebooks of the cache's heads.
     kv_heads : of each layer.
     totals : where completions are counted.
     """
 
     def __init__(
-        self, tenant: Tenant, layout: RowLayout, dtype: torch.dtype, kv_heads: int, totals: AttentionTotals
+        self, tenant: Tenant, layout: RowLayout, heads: HeadTables, kv_heads: int, totals: AttentionTotals
     ) -> None:
         self._tenant = tenant
         self._layout = layout
-        self._format = FORMATS[dtype].code
+        self._heads = heads
         self._kv_heads = kv_heads
         self._totals = totals
-        self._plans: dict[tuple[int, int, OutputForm, bool], _Plan] = {}
-        self._templates: dict[tuple[int, int, bool, OutputForm], Lines] = {}
+        self._plans: dict[tuple[int, int, int, OutputForm, bool], _Plan] = {}
+        self._templates: dict[tuple[Any, ...], tuple[Lines, Lines | None]] = {}
+        self._storage = _storage_fields(layout)
 
     def run(self, batch: Batch, before: Many[Operation] = ()) -> Finished:
         """Run a batch in one program, after `before`.
@@ -123,11 +168,11 @@ class Jobs:
         DeviceError : when a job ends with a status other than OK.
         """
         tenant, layout = self._tenant, self._layout
-        count, q_heads = batch.q.shape[0], batch.q.shape[1]
-        plan = self._plan(count, q_heads, batch.form, batch.denominators)
-        query_lines = rows_to_lines(batch.q, layout.k_lines).reshape(-1, LINE_BYTES)
+        count, query_rows, q_heads = batch.q.shape[:3]
+        plan = self._plan(count, query_rows, q_heads, batch.form, batch.denominators)
+        query_lines = rows_to_lines(batch.q, layout.query_lines).reshape(-1, LINE_BYTES)
         program = [*before, Write(plan.query_places, query_lines)]
-        template = self._template(q_heads, batch.factor, batch.sinks is not None, batch.form)
+        template, second = self._template(batch)
         jobs = np.repeat(template[None], count, axis=0)
         column(ATTEND, "table", jobs)[:] = batch.tables[:, None]
         column(ATTEND, "queries", jobs)[:] = plan.queries
@@ -135,30 +180,94 @@ class Jobs:
         column(ATTEND, "row_begin", jobs)[:] = batch.begin[:, None]
         column(ATTEND, "row_end", jobs)[:] = batch.end[:, None]
         if batch.sinks is not None:
-            group = q_heads // self._kv_heads
-            sink_lines = self._sink_lines(batch.sinks, group, self._parts(group))
-            sinks = tenant.staging("sinks", sink_lines.size)
-            program.append(
-                tenant.write(span(sinks, sink_lines.size // LINE_BYTES), sink_lines.reshape(-1, LINE_BYTES))
-            )
-            column(ATTEND, "sinks", jobs)[:] = sinks + np.arange(len(template)) * sink_lines.shape[1]
+            sinks = self._by_job("sinks", batch.sinks.numpy(), query_rows, program)
+            column(ATTEND, "sinks", jobs)[:] = sinks
+        extensions = None
+        selected = np.empty(0, np.uint64)
+        if second is not None:
+            extensions = np.repeat(second[None], count, axis=0)
+            selected = self._extend(batch, extensions, program)
 
         rows = int((batch.end - batch.begin).sum())
         completions, reads = tenant.ring.run(
             jobs.reshape(-1, LINE_BYTES),
+            extensions=None if extensions is None else extensions.reshape(-1, LINE_BYTES),
             before=program,
-            after=[Read(plan.result_places)],
+            after=[Read(plan.result_places), *([Read(tenant.hosts(selected))] if len(selected) else [])],
             streamed_lines=rows * plan.row_lines,
         )
         self._totals.add(completions)
         self._raise_failed(completions, template)
-        self._totals.add_products(rows * q_heads, layout.head_dim, layout.value_dim)
-        lines = tenant.checked(reads[-1], plan.wanted)
-        return Finished(lines.reshape(count, q_heads, -1, LINE_BYTES), completions)
+        self._totals.add_products(rows * query_rows * q_heads, layout.head_dim, layout.value_dim)
+        chosen = None
+        if len(selected):
+            words = tenant.checked(reads[-1], selected).reshape(count, self._kv_heads, -1).view("<u4")
+            chosen = [[head[1 : 1 + head[0]].tolist() for head in one] for one in words]
+        lines = tenant.checked(reads[-2 if len(selected) else -1], plan.wanted)
+        return Finished(lines.reshape(count * query_rows, q_heads, -1, LINE_BYTES), completions, chosen)
 
-    def _plan(self, count: int, q_heads: int, form: OutputForm, denominators: bool) -> _Plan:
+    def _extend(self, batch: Batch, extensions: Lines, program: list[Operation]) -> Addresses:
+        """Fill in what differs from job to job, with the lists in memory; the lines of selected pages."""
+        sight, (count, query_rows) = batch.sight, batch.q.shape[:2]
+        steps = np.array([first for first, _ in self._row_parts(query_rows)], np.int64)
+        parts = len(self._parts(batch.q.shape[2] // self._kv_heads))
+        if sight.positions is not None and sight.tree is None:
+            first = np.tile(steps, self._kv_heads * parts)[None] + sight.positions[:, None]
+            _put("first_position", extensions, first)
+        if sight.ranges is not None:
+            _put("range_count", extensions, np.array([[len(own)] for own in sight.ranges]))
+            _put("ranges", extensions, self._lists("ranges", [_words(own) for own in sight.ranges], program))
+        if sight.tree is not None:
+            trees = [_tree(positions, mask) for positions, mask in zip(*sight.tree, strict=True)]
+            _put("tree", extensions, self._lists("trees", trees, program))
+        if sight.slopes is not None:
+            _put(
+                "slopes", extensions, self._by_job("slopes", sight.slopes, query_rows, program) >> LINE_SHIFT
+            )
+        if self._heads.codebooks:
+            books = [self._heads.codebook_line(batch.layer, head) for head in range(self._kv_heads)]
+            of_job = np.repeat(np.array(books, np.int64), extensions.shape[1] // self._kv_heads)
+            _put("codebooks", extensions, of_job[None])
+        if not sight.select_pages:
+            return np.empty(0, np.uint64)
+        pages = int(batch.end.max(initial=0)) // self._layout.page_rows + 1
+        lines = lines_of((1 + min(sight.select_pages, pages)) * WORD_BYTES)
+        jobs = count * extensions.shape[1]
+        base = self._tenant.staging("selected", jobs * lines * LINE_BYTES)
+        first = (base >> LINE_SHIFT) + np.arange(jobs) * lines
+        _put("selected", extensions, first.reshape(count, -1))
+        return span(base, jobs * lines)
+
+    def _lists(
+        self, name: str, lists: Many[npt.NDArray[np.uint8]], program: list[Operation]
+    ) -> npt.NDArray[np.int64]:
+        """Put a list for each sequence into memory: their lines' addresses / 64, [batch, 1]."""
+        sizes = [max(lines_of(len(one)), 1) for one in lists]
+        data = np.zeros((sum(sizes), LINE_BYTES), np.uint8)
+        first = np.cumsum([0, *sizes[:-1]])
+        for begin, one in zip(first.tolist(), lists, strict=True):
+            data[begin:].reshape(-1)[: len(one)] = one
+        base = self._tenant.staging(name, data.size)
+        program.append(self._tenant.write(span(base, len(data)), data))
+        found: npt.NDArray[np.int64] = ((base >> LINE_SHIFT) + first)[:, None]
+        return found
+
+    def _by_job(
+        self, name: str, values: npt.NDArray[Any], query_rows: int, program: list[Operation]
+    ) -> npt.NDArray[np.int64]:
+        """Put 32 bits for each query head into memory, a job's in lines of its own: addresses [1, jobs]."""
+        parts = self._parts(len(values) // self._kv_heads)
+        lines = self._head_lines(values, parts)
+        base = self._tenant.staging(name, lines.size)
+        program.append(
+            self._tenant.write(span(base, lines.size // LINE_BYTES), lines.reshape(-1, LINE_BYTES))
+        )
+        of_part: npt.NDArray[np.int64] = base + np.arange(len(lines)) * lines.shape[1]
+        return of_part.repeat(len(self._row_parts(query_rows)))[None]
+
+    def _plan(self, count: int, query_rows: int, q_heads: int, form: OutputForm, denominators: bool) -> _Plan:
         """Where a call's queries and results lie: kept, because calls of one shape follow each other."""
-        key = (count, q_heads, form, denominators)
+        key = (count, query_rows, q_heads, form, denominators)
         plan = self._plans.get(key)
         if plan is None or plan.moves != self._tenant.moves:
             while len(self._plans) >= _PLANS_KEPT:
@@ -166,30 +275,33 @@ class Jobs:
             plan = self._plans[key] = self._new_plan(*key)
         return plan
 
-    def _new_plan(self, count: int, q_heads: int, form: OutputForm, denominators: bool) -> _Plan:
+    def _new_plan(
+        self, count: int, query_rows: int, q_heads: int, form: OutputForm, denominators: bool
+    ) -> _Plan:
         tenant, layout = self._tenant, self._layout
         group = q_heads // self._kv_heads
-        parts = self._parts(group)
+        parts, row_parts = self._parts(group), self._row_parts(query_rows)
         result_layout = ResultLayout(layout.value_dim, form)
-        query_bytes, result_bytes = layout.k_lines * LINE_BYTES, result_layout.lines * LINE_BYTES
+        query_bytes, result_bytes = layout.query_lines * LINE_BYTES, result_layout.lines * LINE_BYTES
         # each job has its queries and results in another slice, so that none has all of the traffic
-        shape, heads = (count, self._kv_heads, len(parts)), min(group, MAX_GROUP)
+        shape = (count, self._kv_heads, len(parts), len(row_parts))
+        heads, rows = min(group, MAX_GROUP), min(query_rows, MAX_QUERY_ROWS)
         queries, results = (
-            tenant.scattered(name, math.prod(shape), heads * size).reshape(shape)
+            tenant.scattered(name, math.prod(shape), heads * rows * size).reshape(shape)
             for name, size in (("queries", query_bytes), ("results", result_bytes))
         )
-        wanted = _lines_of(results, parts, result_layout.lines)
+        wanted = _lines_of(results, parts, query_rows, result_layout.lines)
         if not denominators:
             wanted = wanted.reshape(-1, result_layout.lines)[:, :-1]
         wanted = wanted.reshape(-1)
-        passes = -(-heads // tenant.config.queries) * len(parts)
+        passes = -(-heads * rows // tenant.config.queries) * len(parts) * len(row_parts)
         return _Plan(
             queries=queries.reshape(count, -1),
             results=results.reshape(count, -1),
-            query_places=tenant.hosts(_lines_of(queries, parts, layout.k_lines).reshape(-1)),
+            query_places=tenant.hosts(_lines_of(queries, parts, query_rows, layout.query_lines).reshape(-1)),
             result_places=tenant.hosts(wanted),
             wanted=wanted,
-            row_lines=self._kv_heads * passes * (layout.k_lines + layout.v_lines),
+            row_lines=self._kv_heads * passes * max(lines_of(layout.row_bytes), 1),
             moves=tenant.moves,
         )
 
@@ -197,43 +309,81 @@ class Jobs:
         """The query heads of one KV head's jobs: it is one job, unless the group is very large."""
         return [min(MAX_GROUP, group - first) for first in range(0, group, MAX_GROUP)]
 
-    def _template(self, q_heads: int, factor: int, sinks: bool, form: OutputForm) -> Lines:
-        """One sequence's descriptors without addresses and ranges: kept, because packing takes its time."""
-        key = (q_heads, factor, sinks, form)
+    def _row_parts(self, query_rows: int) -> list[tuple[int, int]]:
+        """First query row and query rows of each of a KV head's jobs; one, unless there are very many."""
+        return [
+            (first, min(MAX_QUERY_ROWS, query_rows - first)) for first in range(0, query_rows, MAX_QUERY_ROWS)
+        ]
+
+    def _template(self, batch: Batch) -> tuple[Lines, Lines | None]:
+        """One sequence's descriptors without addresses and ranges, and their second lines where they have
+        any: kept, because packing takes its time."""
+        sight, (_, query_rows, q_heads) = batch.sight, batch.q.shape[:3]
+        alike = (sight.options, sight.window, sight.kept, sight.softcap, sight.select_pages)
+        scales = batch.output_scales
+        key = (
+            q_heads,
+            query_rows,
+            batch.factors,
+            scales,
+            batch.sinks is None,
+            batch.form,
+            batch.q.dtype,
+            alike,
+        )
         if key not in self._templates:
-            group = q_heads // self._kv_heads
-            lines = [
-                record_line(
-                    ATTEND,
-                    version=DESCRIPTOR_VERSION,
-                    opcode=Opcode.ATTEND,
-                    flags=FLAG_SINKS if sinks else 0,
-                    score_factor=factor,
-                    head_dim=self._layout.head_dim,
-                    value_dim=self._layout.value_dim,
-                    group=part,
-                    query_rows=1,
-                    page_rows_log2=self._layout.page_rows.bit_length() - 1,
-                    k_format=self._format,
-                    v_format=self._format,
-                    query_format=self._format,
-                    output_form=form,
-                    kv_head=kv_head,
-                )
-                for kv_head in range(self._kv_heads)
-                for part in self._parts(group)
-            ]
-            self._templates[key] = np.concatenate(lines)
+            while len(self._templates) >= _TEMPLATES_KEPT:
+                del self._templates[next(iter(self._templates))]
+            self._templates[key] = self._new_template(batch)
         return self._templates[key]
 
-    def _sink_lines(self, sinks: torch.Tensor, group: int, parts: list[int]) -> npt.NDArray[np.uint8]:
-        """The sinks of one sequence's jobs [jobs, bytes], each job's in lines of its own."""
-        values = sinks.numpy().reshape(self._kv_heads, group)
+    def _new_template(self, batch: Batch) -> tuple[Lines, Lines | None]:
+        layout, sight, (_, query_rows, q_heads) = self._layout, batch.sight, batch.q.shape[:3]
+        more = {
+            **self._storage,
+            "options": self._storage["options"] | sight.options,
+            "window": sight.window,
+            "kept": sight.kept,
+            "softcap": sight.softcap,
+            "select_pages": sight.select_pages,
+        }
+        extended = any(more.values()) or query_rows > 1
+        flags = (FLAG_SINKS if batch.sinks is not None else 0) | (FLAG_EXTENDED if extended else 0)
+        lines = [
+            record_line(
+                ATTEND,
+                version=DESCRIPTOR_VERSION,
+                opcode=Opcode.ATTEND,
+                flags=flags,
+                score_factor=batch.factors[kv_head],
+                output_scale=batch.output_scales[kv_head],
+                head_dim=layout.head_dim,
+                value_dim=layout.value_dim,
+                group=part,
+                query_rows=rows,
+                page_rows_log2=layout.page_rows.bit_length() - 1,
+                k_format=layout.k.element.code,
+                v_format=0 if layout.latent else layout.value.element.code,
+                query_format=FORMATS[batch.q.dtype].code,
+                output_form=batch.form,
+                kv_head=kv_head,
+            )
+            for kv_head in range(self._kv_heads)
+            for part in self._parts(q_heads // self._kv_heads)
+            for _, rows in self._row_parts(query_rows)
+        ]
+        second = record_line(EXTENSION, **more).repeat(len(lines), axis=0) if extended else None
+        return np.concatenate(lines), second
+
+    def _head_lines(self, values: npt.NDArray[Any], parts: list[int]) -> npt.NDArray[np.uint8]:
+        """32 bits for each query head, as the lines of one sequence's jobs [kv_heads * parts, bytes]."""
+        by_head = values.view(np.uint32).reshape(self._kv_heads, -1)
         padded = np.zeros(
-            (self._kv_heads, len(parts), lines_of(4 * max(parts)) * LINE_BYTES // 4), np.float32
+            (self._kv_heads, len(parts), lines_of(WORD_BYTES * max(parts)) * LINE_BYTES // WORD_BYTES),
+            np.uint32,
         )
         for index, part in enumerate(parts):
-            padded[:, index, :part] = values[:, index * MAX_GROUP : index * MAX_GROUP + part]
+            padded[:, index, :part] = by_head[:, index * MAX_GROUP : index * MAX_GROUP + part]
         return padded.view(np.uint8).reshape(self._kv_heads * len(parts), -1)
 
     def _raise_failed(self, completions: Completions, template: Lines) -> None:
@@ -263,56 +413,66 @@ _DETAILS = {
 """What a record's detail is, by status."""
 
 
-def values_of(finished: Finished, value_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Results [batch, q_heads, value_dim] of a finished form."""
-    lines = finished.lines[:, :, : ResultLayout(value_dim, FORMS[dtype]).planes[0]]
-    kind = np.float32 if dtype == torch.float32 else np.int16
-    lanes = np.ascontiguousarray(lines).reshape(*lines.shape[:2], -1).view(kind)[..., :value_dim]
-    return torch.from_numpy(lanes.copy()).view(dtype)
-
-
-def log_sum_exp_of(finished: Finished) -> torch.Tensor:
-    """Natural-base log-sum-exp, float32 [batch, q_heads], from the denominator lines."""
-    denominator, query_nan = _denominators(finished)
-    none = np.zeros((*query_nan.shape, 0), np.int64)
-    return log_sum_exp(Partial.from_planes(denominator, (none, none, none), query_nan))
-
-
-def partial_of(finished: Finished, value_dim: int) -> Partial:
-    """Partials of queries [batch, q_heads] from result planes."""
-    planes = []
-    begin = 0
-    for lines, kind in zip(
-        ResultLayout(value_dim, OutputForm.PARTIAL).planes, ("<i4", "<i8", "<i8", "u1"), strict=True
-    ):
-        plane = np.ascontiguousarray(finished.lines[:, :, begin : begin + lines])
-        planes.append(plane.reshape(*plane.shape[:2], -1).view(kind)[..., :value_dim].copy())
-        begin += lines
-    denominator, query_nan = _denominators(finished)
-    return Partial.from_planes(denominator, (planes[0], planes[1], planes[2]), query_nan, planes[3])
-
-
-def _denominators(
-    finished: Finished,
-) -> tuple[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.bool_]]:
-    lines = np.ascontiguousarray(finished.lines[:, :, -1])
-    top, high, low = (column(DENOMINATOR, name, lines).copy() for name in ("top", "high", "low"))
-    return (top, high, low), column(DENOMINATOR, "flags", lines) & QUERY_NAN != 0
-
-
-def _lines_of(areas: npt.NDArray[np.uint64], parts: list[int], lines: int) -> npt.NDArray[np.uint64]:
-    """The addresses of the lines of every query head, [batch, kv_heads, group * lines].
+def _lines_of(
+    areas: npt.NDArray[np.uint64], parts: list[int], query_rows: int, lines: int
+) -> npt.NDArray[np.uint64]:
+    """The addresses of the lines of every query, [batch, query_rows, kv_heads, group, lines].
 
     Parameters
     ----------
-    areas : address of each job's area, [batch, kv_heads, parts].
+    areas : address of each job's area, [batch, kv_heads, parts, row parts].
     parts : query heads of each part.
-    lines : of a query head, one head's after the other's.
+    lines : of a query; the heads of a job's query row follow each other, and its query rows do.
     """
-    return np.concatenate(
-        [
-            areas[:, :, part, None] + np.arange(heads * lines, dtype=np.uint64) * np.uint64(LINE_BYTES)
-            for part, heads in enumerate(parts)
-        ],
-        axis=-1,
-    )
+    head, row = np.arange(sum(parts)), np.arange(query_rows)
+    part, row_part = head // MAX_GROUP, row // MAX_QUERY_ROWS
+    size = np.array(parts, np.int64)[part]
+    index = (row % MAX_QUERY_ROWS)[:, None] * size + head % MAX_GROUP
+    of_query = areas[:, :, part[None], row_part[:, None]].swapaxes(1, 2)
+    step = index[:, None].astype(np.uint64) * np.uint64(lines * LINE_BYTES)
+    found: npt.NDArray[np.uint64] = (of_query + step)[..., None] + np.arange(
+        lines, dtype=np.uint64
+    ) * np.uint64(LINE_BYTES)
+    return found
+
+
+def _storage_fields(layout: RowLayout) -> dict[str, int]:
+    """What the extension says of how rows are stored."""
+    k, v = layout.k, layout.value
+    books = k.element.codebook or (v.element.codebook and not layout.latent)
+    options = (OPTION_LATENT if layout.latent else 0) | (OPTION_SUMMARIES if layout.summaries else 0)
+    found = {
+        "options": options | (OPTION_CODEBOOK if books else 0),
+        "k_scale": k.scale_code,
+        "k_block": k.block_code,
+        "k_pitch": k.pitch_code(layout.head_dim),
+    }
+    if not layout.latent:
+        found |= {
+            "v_scale": v.scale_code,
+            "v_block": v.block_code,
+            "v_pitch": v.pitch_code(layout.value_dim),
+        }
+    return found
+
+
+def _put(name: str, lines: Lines, values: npt.NDArray[np.int64]) -> None:
+    """Set a field of extensions [batch, jobs, 64], which is zero in them, to values that broadcast."""
+    word, shift = divmod(EXTENSION.offset(name), 64)
+    mask = np.int64((1 << EXTENSION[name].width) - 1)
+    lines.view("<u8")[..., word] |= (values & mask).astype(np.uint64) << np.uint64(shift)
+
+
+def _words(ranges: Many[tuple[int, int]]) -> npt.NDArray[np.uint8]:
+    return np.array(ranges, "<u4").reshape(-1).view(np.uint8)
+
+
+def _tree(positions: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
+    """A tree as it lies in memory."""
+    rows = len(positions)
+    begin = lines_of(rows * WORD_BYTES) * LINE_BYTES
+    data = np.zeros(begin + rows * TREE_ROW_BYTES, np.uint8)
+    data[: rows * WORD_BYTES] = positions.astype("<u4").view(np.uint8)
+    bits = np.packbits(mask, axis=1, bitorder="little")
+    data[begin:].reshape(rows, TREE_ROW_BYTES)[:, : bits.shape[1]] = bits
+    return data

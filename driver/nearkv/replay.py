@@ -23,10 +23,15 @@ from .cache import KVCache
 from .codec import DTYPES, FORMATS
 from .device import Device, open
 from .errors import ArgumentError
-from .reference import Partial, State, decode_attention
+from .host_attention import HostRows
+from .quantise.formats import CacheFormat, RowFormat, Rule
+from .reference import Partial, State, decode_attention, finish
+from .rows import Context
 from .sequences import Sequence
 
-FILE_VERSION = 1
+FILE_VERSION = 2
+_HEADS = ("k_scale", "v_scale", "k_lut", "v_lut")
+_EXTRAS = ("k_scales", "v_scales", *_HEADS)
 _OUT_DTYPES = {"fp32": torch.float32, **DTYPES}
 
 
@@ -37,7 +42,7 @@ class Case:
     Parameters
     ----------
     q : [batch, q_heads, head_dim].
-    k, v : [batch, rows, kv_heads, dim], as many rows as the longest context has.
+    k, v : [batch, rows, kv_heads, dim], as many rows as the longest context has: values, or codes of `form`.
     lengths : rows of each context; what stands behind them does not matter.
     ranges : (begin, end) of the rows that are seen, per sequence.
     scale : multiplies q·k.
@@ -46,6 +51,9 @@ class Case:
     page_rows : rows of a page.
     device : kind of device that the case was seen on: "model", "rtl", ...
     config : what that device was made of.
+    form : how the cache stores its rows; None where K and V are values of 16 bits.
+    extras : what else codes need to be numbers, by name: k_scales and v_scales [batch, rows, kv_heads,
+        blocks], k_scale, v_scale [kv_heads], k_lut, v_lut [kv_heads, 16].
     """
 
     q: torch.Tensor
@@ -59,28 +67,25 @@ class Case:
     page_rows: int
     device: str
     config: DeviceConfig
+    form: CacheFormat | None = None
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def reference(self, *, partial: bool = False) -> torch.Tensor | Partial:
         """What the contract says."""
         index = torch.arange(self.k.shape[1])
         ranges = torch.tensor(self.ranges, dtype=torch.int64).reshape(-1, 2, 1)
         visible = (index >= ranges[:, 0]) & (index < ranges[:, 1])
-        result: torch.Tensor | Partial
+        given: dict[str, Any] = {"k": self.k, "v": self.v}
+        if self.form is not None:
+            heads = HostRows(self.form, *(self.extras.get(name) for name in _HEADS))
+            scales = (self.extras.get(name) for name in ("k_scales", "v_scales"))
+            given = heads.arguments(Context(self.k, self.v, *scales))
+        k, v = given.pop("k"), given.pop("v")
+        given |= {"visible": visible, "sinks": self.sinks}
+        result = decode_attention(self.q, k, v, scale=self.scale, partial=True, **given)
         if partial:
-            result = decode_attention(
-                self.q, self.k, self.v, scale=self.scale, visible=visible, sinks=self.sinks, partial=True
-            )
-        else:
-            result = decode_attention(
-                self.q,
-                self.k,
-                self.v,
-                scale=self.scale,
-                visible=visible,
-                sinks=self.sinks,
-                out_dtype=self.out_dtype,
-            )
-        return result
+            return result
+        return finish(result, self.out_dtype, self.extras.get("v_scale"))
 
     def narrowed(self, sequence: int, begin: int, end: int) -> Case:
         """One sequence of the case, with only these rows seen, and no sinks."""
@@ -91,6 +96,10 @@ class Case:
             k=self.k[part],
             v=self.v[part],
             lengths=self.lengths[part],
+            extras={
+                name: tensor[part] if name in ("k_scales", "v_scales") else tensor
+                for name, tensor in self.extras.items()
+            },
             ranges=((begin, end),),
             sinks=None,
         )
@@ -98,12 +107,29 @@ class Case:
     @contextmanager
     def on(self, device: Device) -> Iterator[_Placed]:
         """The case's rows in a cache of their own on a device."""
-        shape = {"head_dim": self.k.shape[3], "value_dim": self.v.shape[3], "kv_heads": self.k.shape[2]}
-        with device.kv_cache(layers=1, dtype=self.k.dtype, page_rows=self.page_rows, **shape) as cache:
+        form = self.form
+        with device.kv_cache(
+            layers=1,
+            kv_heads=self.k.shape[2],
+            head_dim=self.k.shape[3],
+            value_dim=self.v.shape[3],
+            dtype=self.k.dtype if form is None else form.k,
+            value_dtype=None if form is None else form.v,
+            page_rows=self.page_rows,
+            k_scale=self.extras.get("k_scale"),
+            v_scale=self.extras.get("v_scale"),
+            k_lut=self.extras.get("k_lut"),
+            v_lut=self.extras.get("v_lut"),
+        ) as cache:
             sequences = []
-            for k, v, length in zip(self.k, self.v, self.lengths, strict=True):
+            for index, length in enumerate(self.lengths):
                 sequence = cache.sequence()
-                cache.append(sequence, layer=0, k=k[:length], v=v[:length])
+                scales = {
+                    name: self.extras[name][index, :length]
+                    for name in ("k_scales", "v_scales")
+                    if name in self.extras
+                }
+                cache.append(sequence, layer=0, k=self.k[index, :length], v=self.v[index, :length], **scales)
                 sequences.append(sequence)
             yield _Placed(cache, sequences)
 
@@ -212,8 +238,9 @@ def save(
     assert isinstance(own, Partial)
     arrays = {
         "q": case.q.view(torch.int16),
-        "k": case.k.contiguous().view(torch.int16),
-        "v": case.v.contiguous().view(torch.int16),
+        "k": _codes(case.k),
+        "v": _codes(case.v),
+        **{name: _codes(tensor) for name, tensor in case.extras.items()},
         "device": bits_of(device),
         "reference": bits_of(reference),
         **_planes("reference", own),
@@ -224,7 +251,8 @@ def save(
         arrays |= _planes("device", partial)
     about = {
         "version": FILE_VERSION,
-        "dtype": FORMATS[case.k.dtype].name,
+        "dtype": FORMATS[case.q.dtype].name,
+        "form": None if case.form is None else _described(case.form),
         "out_dtype": next(name for name, dtype in _OUT_DTYPES.items() if dtype == case.out_dtype),
         "lengths": case.lengths,
         "ranges": case.ranges,
@@ -258,10 +286,11 @@ def load(path: Path) -> tuple[Case, torch.Tensor]:
     if about.get("version") != FILE_VERSION:
         raise ArgumentError(f"{path} has version {about.get('version')}, this release reads {FILE_VERSION}")
     dtype, out_dtype = DTYPES[about["dtype"]], _OUT_DTYPES[about["out_dtype"]]
+    form = None if about["form"] is None else _form_of(about["form"])
     case = Case(
         q=arrays["q"].view(dtype),
-        k=arrays["k"].view(dtype),
-        v=arrays["v"].view(dtype),
+        k=arrays["k"] if form else arrays["k"].view(dtype),
+        v=arrays["v"] if form else arrays["v"].view(dtype),
         lengths=tuple(about["lengths"]),
         ranges=tuple((begin, end) for begin, end in about["ranges"]),
         scale=float.fromhex(about["scale"]),
@@ -270,6 +299,8 @@ def load(path: Path) -> tuple[Case, torch.Tensor]:
         page_rows=about["page_rows"],
         device=about["device"],
         config=DeviceConfig(**about["config"]),
+        form=form,
+        extras={name: _typed(name, arrays[name]) for name in _EXTRAS if name in arrays},
     )
     return case, arrays["device"].view(out_dtype)
 
@@ -404,3 +435,32 @@ def _planes(owner: str, partial: Partial) -> dict[str, torch.Tensor]:
     planes[f"{owner}_query_nan"] = partial.query_nan
     planes[f"{owner}_lane_flags"] = partial.lane_flags
     return planes
+
+
+def _codes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as integers of its width, as a file holds it."""
+    tensor = tensor.contiguous()
+    kinds = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+    return tensor.view(kinds[tensor.dtype]) if tensor.dtype in kinds else tensor
+
+
+def _typed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What `_codes` made an integer, as it was."""
+    if name in ("k_scale", "v_scale"):
+        return tensor.view(torch.float32)
+    return tensor.view(torch.float16) if name in ("k_lut", "v_lut") else tensor
+
+
+def _described(form: CacheFormat) -> dict[str, Any]:
+    rows = {name: row for name, row in (("k", form.k), ("v", form.v)) if row is not None}
+    described = {name: {**vars(row), "rule": row.rule.value} for name, row in rows.items()}
+    return {"name": form.name, **described}
+
+
+def _form_of(about: dict[str, Any]) -> CacheFormat:
+    rows = [
+        RowFormat(**{**about[name], "rule": Rule(about[name]["rule"])}) if name in about else None
+        for name in ("k", "v")
+    ]
+    assert rows[0] is not None
+    return CacheFormat(about["name"], rows[0], rows[1])

@@ -97,6 +97,7 @@ class CommandRing:
         self,
         descriptors: npt.NDArray[np.uint8],
         *,
+        extensions: npt.NDArray[np.uint8] | None = None,
         before: Sequence[Operation] = (),
         after: Sequence[Operation] = (),
         streamed_lines: int = 0,
@@ -106,6 +107,7 @@ class CommandRing:
         Parameters
         ----------
         descriptors : uint8 [n, 64], n at least 1; their tags are set here.
+        extensions : the second lines of their slots, where they have any.
         before : operations that everything in the batch depends on.
         after : operations once all descriptors are complete.
         streamed_lines : an estimate of the lines that the batch streams, for the time it is given.
@@ -135,6 +137,7 @@ class CommandRing:
                 chunk, results = self._run_chunk(
                     indices[begin:end],
                     descriptors[begin:end],
+                    None if extensions is None else extensions[begin:end],
                     before=before if begin == 0 else (),
                     after=after if end == count else (),
                     timeout=timeout,
@@ -154,6 +157,7 @@ class CommandRing:
         self,
         indices: npt.NDArray[np.uint64],
         descriptors: npt.NDArray[np.uint8],
+        extensions: npt.NDArray[np.uint8] | None,
         *,
         before: Sequence[Operation],
         after: Sequence[Operation],
@@ -165,6 +169,7 @@ class CommandRing:
         post = [
             *before,
             Write(self._descriptors + slot * np.uint64(DESCRIPTOR_BYTES), descriptors),
+            *([] if extensions is None else [self._second_lines(slot, extensions)]),
             Fence(),
             Read(self._counters),
             Write(self._doorbell, self._doorbell_line(last + 1)),
@@ -189,6 +194,10 @@ class CommandRing:
             results = self._wait_on(wait)
         done, records, *others = results
         return _Chunk(_cycles_of(done) - rung, records.data), others
+
+    def _second_lines(self, slot: npt.NDArray[np.uint64], extensions: npt.NDArray[np.uint8]) -> Write:
+        places = self._descriptors + slot * np.uint64(DESCRIPTOR_BYTES) + np.uint64(LINE_BYTES)
+        return Write(places, extensions)
 
     def _wait_on(self, wait: list[Operation]) -> list[ReadResult]:
         """Wait for a batch that is late, as long as the device makes progress on anybody's work."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -17,14 +16,33 @@ from nearkv_hw.abi.window import DEVICE_COUNTERS, DEVICE_COUNTERS_LINE, register
 from nearkv_sim.columns import column
 from nearkv_sim.port import Addresses, Fence, Lines, Operation, Read
 
-from .codec import lines_to_rows, one
-from .table import PageTable, RowAddresses
+from .codec import bytes_to_codes, one
+from .table import PageTable, Places, RowAddresses
 from .tenant import Tenant
 
 Rows = npt.NDArray[np.int64]
 """Indices of rows of a context, rising."""
-Context = tuple[torch.Tensor, torch.Tensor]
-"""k [rows, kv_heads, head_dim] and v [rows, kv_heads, value_dim]."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Rows of a sequence as the device holds them.
+
+    Members
+    -------
+    k, v : codes [rows, kv_heads, dim], or None: V is part of the K row.
+    k_scales, v_scales : codes [rows, kv_heads, blocks], or None.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+    k_scales: torch.Tensor | None
+    v_scales: torch.Tensor | None
+
+    @property
+    def areas(self) -> tuple[torch.Tensor | None, ...]:
+        """K codes, K scales, V codes and V scales, as pages have them."""
+        return self.k, self.k_scales, self.v, self.v_scales
 
 
 @dataclass(frozen=True)
@@ -50,24 +68,22 @@ class RowReader:
     ----------
     tenant : whose memory it is.
     layout : of the cache's rows.
-    dtype : of its elements.
     """
 
-    def __init__(self, tenant: Tenant, layout: RowLayout, dtype: torch.dtype) -> None:
+    def __init__(self, tenant: Tenant, layout: RowLayout) -> None:
         self._tenant = tenant
         self._layout = layout
-        self._dtype = dtype
         self._addresses = RowAddresses(layout)
         self._counters = one(register_address(tenant.config, tenant.aperture, DEVICE_COUNTERS_LINE))
 
-    def read(self, table: PageTable) -> Context:
-        """All rows of a table.
+    def read(self, table: PageTable, rows: Rows | None = None) -> Context:
+        """Rows of a table, all if not given.
 
         Raises
         ------
         AccessError : when a line is poisoned.
         """
-        places = self._places([(table, np.arange(table.committed))])
+        places = self._places([(table, np.arange(table.committed) if rows is None else rows)])
         return self._contexts(places, self._tenant.read(places.addresses))[0]
 
     def fetch(self, wanted: Many[tuple[PageTable, Rows]], before: Many[Operation] = ()) -> Fetched:
@@ -93,33 +109,38 @@ class RowReader:
         return Fetched(self._contexts(places, lines), len(lines), ended_at - began_at)
 
     def _places(self, wanted: Many[tuple[PageTable, Rows]]) -> _Places:
-        parts = [part for table, rows in wanted for part in self._lines(table, rows)]
-        addresses = np.concatenate([np.empty(0, np.uint64), *(part.reshape(-1) for part in parts)])
+        areas = [self._addresses.of(table, rows) for table, rows in wanted]
+        parts = [places.addresses.reshape(-1) for own in areas for places in own if places]
+        addresses = np.concatenate([np.empty(0, np.uint64), *parts])
         order = dealt(addresses, self._tenant.config)
-        return _Places([part.shape for part in parts], addresses[order], order)
-
-    def _lines(self, table: PageTable, rows: Rows) -> tuple[Addresses, Addresses]:
-        """The lines of rows: K [heads, rows, lines] and V [heads, rows, lines]."""
-        begin, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
-        k, v = self._addresses.of(table, begin, end)
-        return (k, v) if len(rows) == end - begin else (k[:, rows - begin], v[:, rows - begin])
+        return _Places(areas, addresses[order], order)
 
     def _contexts(self, places: _Places, lines: Lines) -> list[Context]:
         """The rows that were read, from their lines in the order in which these were."""
         ordered = np.empty_like(lines)
         ordered[places.order] = lines
-        sizes = [math.prod(shape) for shape in places.shapes]
-        parts = [
-            part.reshape(*shape, LINE_BYTES).swapaxes(0, 1)
-            for part, shape in zip(np.split(ordered, np.cumsum(sizes)[:-1]), places.shapes, strict=True)
-        ]
-        return [
-            (
-                lines_to_rows(k, self._layout.head_dim, self._dtype),
-                lines_to_rows(v, self._layout.value_dim, self._dtype),
-            )
-            for k, v in zip(parts[0::2], parts[1::2], strict=True)
-        ]
+        layout, value = self._layout, self._layout.value
+        kinds = (
+            (layout.k.element, layout.head_dim),
+            (layout.k.scale, layout.k.blocks(layout.head_dim)),
+            (value.element, layout.value_dim),
+            (value.scale, value.blocks(layout.value_dim)),
+        )
+        contexts, at = [], 0
+        for own in places.areas:
+            found: list[torch.Tensor | None] = []
+            for where, (form, elements) in zip(own, kinds, strict=True):
+                if where is None or form is None:
+                    found.append(None)
+                    continue
+                size = where.addresses.size
+                data = where.to_rows(ordered[at : at + size].reshape(*where.addresses.shape, LINE_BYTES))
+                found.append(bytes_to_codes(data.swapaxes(0, 1), form, elements))
+                at += size
+            k, k_scales, v, v_scales = found
+            assert k is not None
+            contexts.append(Context(k, v, k_scales, v_scales))
+        return contexts
 
 
 @dataclass(frozen=True)
@@ -128,12 +149,12 @@ class _Places:
 
     Members
     -------
-    shapes : of K's lines of the first table, V's, K's of the second, ...
-    addresses : device addresses of all these lines, in the order in which they are read.
-    order : where each of them belongs among all lines of these shapes.
+    areas : of each table, K codes, K scales, V codes and V scales.
+    addresses : device addresses of all their lines, in the order in which they are read.
+    order : where each of them belongs among the lines of `areas`.
     """
 
-    shapes: list[tuple[int, ...]]
+    areas: list[list[Places | None]]
     addresses: Addresses
     order: npt.NDArray[np.intp]
 

@@ -58,8 +58,8 @@ class Sequences:
     tenant : in whose memory they lie.
     pages : where sequences' pages come from.
     layout : of their rows.
-    element_code : the format of K and V.
     layers, kv_heads : tables of a sequence, and heads of a table.
+    tables : device addresses of what heads have in common, as the cache record names them.
 
     Members
     -------
@@ -76,9 +76,9 @@ class Sequences:
         pages: Pages,
         layout: RowLayout,
         *,
-        element_code: int,
         layers: int,
         kv_heads: int,
+        tables: dict[str, int],
     ) -> None:
         self._tenant = tenant
         self._pages = pages
@@ -87,8 +87,8 @@ class Sequences:
         self._geometry = {
             "magic": CACHE_MAGIC,
             "version": LAYOUT_VERSION,
-            "k_format": element_code,
-            "v_format": element_code,
+            **_storage(layout),
+            **tables,
             "page_rows_log2": layout.page_rows.bit_length() - 1,
             "layers": layers,
             "kv_heads": kv_heads,
@@ -211,3 +211,24 @@ class Sequences:
             "sequences": self.directory.sequences,
             "directory": self.directory.address,
         }
+
+
+def _storage(layout: RowLayout) -> dict[str, int]:
+    """How rows are stored, as the cache record says it."""
+    k, v = layout.k, layout.value
+    found = {
+        "k_format": k.element.code,
+        "k_scale": k.scale_code,
+        "k_block": k.block_code,
+        "k_pitch": k.pitch_code(layout.head_dim),
+        "latent": int(layout.latent),
+        "summaries": int(layout.summaries),
+    }
+    if not layout.latent:
+        found |= {
+            "v_format": v.element.code,
+            "v_scale": v.scale_code,
+            "v_block": v.block_code,
+            "v_pitch": v.pitch_code(layout.value_dim),
+        }
+    return found

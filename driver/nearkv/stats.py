@@ -97,6 +97,7 @@ class Stats:
         their rows; the host reads them once.
     attention_products, attention_value_products : multiplications in the units for these calls, and of these
         those of a weight and an element of V. Calls that failed have none.
+    saturated : elements of appended rows that were beyond what a cache's format has, and became its largest.
     channels : `ChannelStats` of every slice of the memory.
     memories : `MemoryStats` of every slice.
     config : of the device.
@@ -120,6 +121,7 @@ class Stats:
     attention_passes: int
     attention_products: int
     attention_value_products: int
+    saturated: int
     channels: tuple[ChannelStats, ...]
     memories: tuple[MemoryStats, ...]
     config: DeviceConfig
@@ -199,7 +201,7 @@ class Stats:
 
 @dataclass
 class AttentionTotals:
-    """What completion records, and reads of rows by the host, came to so far."""
+    """What completion records, reads of rows by the host and quantising came to so far."""
 
     cycles: int = 0
     lines: int = 0
@@ -208,6 +210,7 @@ class AttentionTotals:
     passes: int = 0
     products: int = 0
     value_products: int = 0
+    saturated: int = 0
 
     def add(self, completions: Completions) -> None:
         """Count a batch."""
@@ -266,6 +269,7 @@ def read_stats(port: Port, config: DeviceConfig, totals: AttentionTotals) -> Sta
         attention_passes=totals.passes,
         attention_products=totals.products,
         attention_value_products=totals.value_products,
+        saturated=totals.saturated,
         channels=tuple(_picked(ChannelStats, channel) for channel in channels),
         memories=tuple(
             _picked(MemoryStats, memory | queue) for memory, queue in zip(memories, queues, strict=True)

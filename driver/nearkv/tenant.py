@@ -128,7 +128,8 @@ class Tenant:
 
     def scattered(self, name: str, count: int, size_bytes: int) -> npt.NDArray[np.uint64]:
         """The addresses of `count` areas of one size, over the memory's slices in turn, that every batch uses
-        anew; without whole extents for that, one after the other wherever there is room.
+        anew; larger than an extent, or without whole extents for that, one after the other wherever there is
+        room.
 
         Raises
         ------
@@ -138,6 +139,8 @@ class Tenant:
         extents = self._scattered.setdefault(name, [])
         per_extent = EXTENT_BYTES // size_bytes
         item = np.arange(count, dtype=np.int64)
+        if not per_extent:
+            return (self.staging(name, count * size_bytes) + item * size_bytes).astype(np.uint64)
         turn, row = item % slices, item // slices
         index = row // per_extent * slices + turn
         while len(extents) <= index.max(initial=-1):

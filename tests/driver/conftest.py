@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import nearkv
 import pytest
 from nearkv.device import Device
+from nearkv_hw.abi import Feature
 
 
 @pytest.fixture(scope="session")
@@ -26,4 +27,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.fixture
 def model() -> Iterator[Device]:
     with nearkv.open("model") as device:
+        yield device
+
+
+@pytest.fixture
+def plain_model() -> Iterator[Device]:
+    """A model device that has nothing beyond plain jobs."""
+    with nearkv.open("model", features=Feature(0)) as device:
         yield device

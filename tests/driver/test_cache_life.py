@@ -21,7 +21,10 @@ from nearkv_hw.abi.memory import (
     RowLayout,
     table_entry_lines,
 )
+from nearkv_hw.abi.rows import Stored
 from nearkv_sim.port import Access, Port, Read
+
+STORAGE = {"element": "format", "scale": "scale", "block": "block", "pitch": "pitch"}
 
 
 class SecondHost:
@@ -62,7 +65,11 @@ class SecondHost:
         assert (header["magic"], header["version"]) == (TABLE_MAGIC, LAYOUT_VERSION)
         assert (header["heads"], header["layer"]) == (record["kv_heads"], layer)
         assert (header["sequence"], header["cache"]) == (slot, record["address"])
-        layout = RowLayout(record["head_dim"], record["value_dim"], 1 << record["page_rows_log2"])
+        storage = [
+            Stored.of(**{what: record[f"{part}_{name}"] for what, name in STORAGE.items()}) for part in "kv"
+        ]
+        sizes = record["head_dim"], record["value_dim"], 1 << record["page_rows_log2"]
+        layout = RowLayout(*sizes, *storage, bool(record["latent"]), bool(record["summaries"]))
         k, v = [], []
         for row in range(header["committed_rows"]):
             k.append([])
@@ -74,11 +81,13 @@ class SecondHost:
                 entry = ENTRY.unpack(raw)
                 assert entry["valid"] == 1
                 base = entry["line"] * LINE_BYTES
-                for rows, offset, lines, dim in (
-                    (k, layout.k_offset(within), layout.k_lines, layout.head_dim),
-                    (v, layout.v_offset(within), layout.v_lines, layout.value_dim),
+                for rows, offset, pitch, dim in (
+                    (k, layout.k_offset(within), layout.k_pitch_bytes, layout.head_dim),
+                    (v, layout.v_offset(within), layout.v_pitch_bytes, layout.value_dim),
                 ):
-                    data = np.frombuffer(self.lines(base + offset, lines), np.int16)
+                    first = offset % LINE_BYTES
+                    data = self.lines(base + offset - first, -(-(first + pitch) // LINE_BYTES))
+                    data = np.frombuffer(data[first : first + pitch], np.int16)
                     assert not data[dim:].any(), "padding is zero"
                     rows[-1].append(data[:dim].tolist())
         return k, v
@@ -138,8 +147,8 @@ def test_rows_exist_only_once_committed(model):
         finally:
             del model._port.run
         header = kv._tenant.host(handle._tables[0].address)
-        ((rows, fence, commit),) = programs
-        assert header not in rows.addresses
+        ((*rows, fence, commit),) = programs
+        assert all(header not in write.addresses for write in rows)
         assert type(fence).__name__ == "Fence"
         assert commit.addresses.tolist() == [header]
 

@@ -11,6 +11,7 @@ from nearkv import check, replay
 from nearkv.cli import app
 from nearkv.device import Device
 from nearkv.errors import ArgumentError, MismatchError
+from nearkv.quantise import PRESETS, quantise
 from nearkv_sim.port import Poll, Write
 from typer.testing import CliRunner
 
@@ -39,11 +40,11 @@ def flip_a_result(program, results):
 
 
 class SpoiledRow(TamperingPort):
-    """A device whose memory keeps one bit of a K row wrong: the write of a line with this content."""
+    """A device whose memory keeps one bit of a K row wrong: where a line with this content is written."""
 
-    def __init__(self, line: bytes) -> None:
+    def __init__(self, content: bytes) -> None:
         super().__init__(lambda program, results: results)
-        self._line = line
+        self._content = content
 
     def run(self, program):
         changed = []
@@ -51,8 +52,9 @@ class SpoiledRow(TamperingPort):
             if isinstance(operation, Write):
                 data = operation.data.copy()
                 for line in data:
-                    if line.tobytes() == self._line:
-                        line[1] ^= 0x10
+                    at = line.tobytes().find(self._content)
+                    if at >= 0:
+                        line[at + 1] ^= 0x10
                 operation = Write(operation.addresses, data, operation.enables)
             changed.append(operation)
         return super().run(changed)
@@ -119,9 +121,7 @@ def test_replaying_on_the_faulty_device_names_the_stage(tmp_path):
 
 def test_replaying_finds_the_row_whose_k_is_wrong(tmp_path):
     k, _ = context(20, 2, 16, 24, seed=20)
-    line = np.zeros(64, np.uint8)
-    line[:32] = k[13, 1].view(torch.int16).numpy().view(np.uint8)
-    port = SpoiledRow(line.tobytes())
+    port = SpoiledRow(k[13, 1].view(torch.int16).numpy().tobytes())
     _, _, verdict = call(Device(port), tmp_path)
     assert verdict.unequal
     outcome = replay.replay(*replay.load(verdict.replay), Device(port))
@@ -162,3 +162,30 @@ def test_contexts_must_fit_the_queries(model):
     kv = model.kv_cache(layers=1, kv_heads=1, head_dim=8)
     with pytest.raises(ArgumentError, match="q is of 2 sequences, contexts are 1"):
         check.case_of(kv, q=values(2, 1, 8, seed=1), contexts=[context(1, 1, 8, 8, seed=1)], scale=1.0)
+
+
+@pytest.mark.parametrize("name", ["fp8", "q8_0", "nvfp4"])
+def test_calls_over_quantised_rows_are_replayed(tmp_path, name):
+    """A replay file holds codes, scales, the format and the scales of heads."""
+    device = Device(TamperingPort(flip_a_result))
+    k, v, q = values(20, 2, 32, seed=1), values(20, 2, 24, seed=2), values(1, 4, 32, seed=3)
+    kv = device.kv_cache(layers=1, kv_heads=2, head_dim=32, value_dim=24, dtype=name, page_rows=8)
+    (handle,) = filled(kv, [(k, v)])
+    rows = quantise(k, PRESETS[name].k), quantise(v, PRESETS[name].k)
+    heads = {f"{part}_scale": own.head_scale for part, own in zip("kv", rows, strict=True)}
+    out = kv.attend([handle], layer=0, q=q, scale=SCALE)
+    case = check.case_of(
+        kv, q=q, contexts=[tuple(own.codes for own in rows)], scale=SCALE,
+        scales=[tuple(own.scales for own in rows)],
+        heads={part: scale for part, scale in heads.items() if scale is not None},
+    )  # fmt: skip
+    verdict = check.attention(kv, [handle], layer=0, case=case, result=out, directory=tmp_path)
+    assert verdict.unequal == 1
+    read, _ = replay.load(verdict.replay)
+    assert read.form == PRESETS[name]
+    assert same_bits(read.reference(), case.reference())
+    with nearkv.open("model") as sound:
+        outcome = replay.replay(*replay.load(verdict.replay), sound)
+    assert (outcome.equal, outcome.recorded_equal) == (True, False)
+    port = TamperingPort(flip_a_result)
+    assert replay.replay(*replay.load(verdict.replay), Device(port)).stages

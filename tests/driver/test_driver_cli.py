@@ -7,7 +7,7 @@ import sys
 import pytest
 from nearkv.cli import app, main
 from nearkv.cli.counters import print_counters
-from nearkv_hw.abi import PRESETS
+from nearkv_hw.abi import PRESETS, Feature
 from nearkv_sim import toolchain
 from typer.testing import CliRunner
 
@@ -27,10 +27,12 @@ def test_info():
     assert result.exit_code == 0
     assert json.loads(result.output) == {
         "spec": "model:card", "kind": "model", "config": PRESETS["card"].to_dict(),
+        "features": [flag.name.lower() for flag in Feature],
     }  # fmt: skip
     shown = run("info")
     assert shown.exit_code == 0
     assert "2,147,483,648" in shown.output
+    assert "Beyond plain jobs it has: narrow, scales" in shown.output
 
 
 @pytest.mark.parametrize(("device", "status"), [("rtl", 1), ("cocotb", 1), ("model", 0)])

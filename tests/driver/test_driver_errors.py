@@ -24,7 +24,7 @@ from nearkv.errors import (
     UnknownHandleError,
     VersionError,
 )
-from nearkv_hw.abi import Status
+from nearkv_hw.abi import Feature, Status
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.descriptor import COMPLETION
 from nearkv_hw.abi.window import (
@@ -136,8 +136,15 @@ REFUSED = [
         [s.a, s.a], layer=0, k=some(2, 1, 2, 8), v=some(2, 1, 2, 4), q=some(2, 4, 8))),
     (ShapeError, "q has 3 heads", lambda s: s.kv.append_attend(
         [s.a], layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 3, 8))),
-    (ArgumentError, "use append and then attend", lambda s: s.kv.append_attend(
-        [s.a], layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 2, 4, 8))),
+    (ArgumentError, "softcap must be above 0", lambda s: s.kv.append_attend(
+        [s.a], layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 4, 8), softcap=-1.0)),
+    (ArgumentError, "select_pages needs a cache with summaries", lambda s: s.attend(select_pages=1)),
+    (ArgumentError, "query_positions go with a tree", lambda s: s.attend(query_positions=torch.zeros(1))),
+    (ArgumentError, "kept_rows=2: they are rows that a window leaves", lambda s: s.attend(kept_rows=2)),
+    (ShapeError, r"alibi_slopes have shape \[3\], must have \[4\]",
+     lambda s: s.attend(alibi_slopes=torch.ones(3))),
+    (ShapeError, r"tree has shape \[2, 2\], must have \[1, 1\]",
+     lambda s: s.attend(tree=torch.ones(2, 2, dtype=torch.bool))),
     (ArgumentError, "no option return_lse", lambda s: s.kv.append_attend(
         [s.a], layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 4, 8), return_lse=True)),
     (DtypeError, "a batch is a list", lambda s: s.kv.append_attend(
@@ -175,13 +182,13 @@ def test_refused_calls_change_nothing(model, error, message, call):
         (ArgumentError, "layers=0: must be an integer from 1", {"layers": 0}),
         (ArgumentError, "kv_heads=0", {"kv_heads": 0}),
         (ArgumentError, "kv_heads=4096", {"kv_heads": 4096}),
-        (ArgumentError, "head_dim=257: must be an integer from 1 to 256", {"head_dim": 257}),
+        (ArgumentError, "head_dim=1024: must be an integer from 1 to 1023", {"head_dim": 1024}),
         (ArgumentError, "value_dim=0", {"value_dim": 0}),
         (ArgumentError, "head_dim=8.0", {"head_dim": 8.0}),
         (ArgumentError, "page_rows must be a power of two from 4", {"page_rows": 12}),
         (ArgumentError, "page_rows must be a power of two from 4", {"page_rows": 2}),
         (ArgumentError, "use at most 1024 rows", {"page_rows": 8192, "head_dim": 256}),
-        (DtypeError, "dtype='int8': a cache holds 'bf16', 'fp16'", {"dtype": "int8"}),
+        (DtypeError, "dtype='int7': a cache holds 'bf16', 'fp16', 'fp8', 'int8'", {"dtype": "int7"}),
         (DtypeError, "dtype=torch.float32", {"dtype": torch.float32}),
         (DtypeError, r"dtype=\[\]", {"dtype": []}),
         (UnknownHandleError, "tenant=2: the device has apertures 0 to 1", {"tenant": 2}),
@@ -191,6 +198,86 @@ def test_refused_caches(model, error, message, arguments):
     arguments = {"layers": 1, "kv_heads": 1, "head_dim": 8, **arguments}
     with pytest.raises(error, match=message):
         model.kv_cache(**arguments)
+    assert model.stats().jobs == 0
+
+
+REFUSED_BY_PLAIN_DEVICES = [
+    ("K is fp8_e4m3: this model device has elements of bf16, fp16 only", {"dtype": "fp8"}),
+    ("K is int8: this model device has", {"dtype": "q8_0"}),
+    ("V is fp4_e2m1: this model device has elements of bf16, fp16 only",
+     {"dtype": "fp16", "value_dtype": "mxfp4"}),
+    ("K is lut4: this model device has elements of bf16, fp16 only", {"dtype": "lut4"}),
+    ("latent.*: this model device has K and V rows of their own only", {"latent": True}),
+    ("pages with summaries: this model device has pages without summaries only", {"summaries": True}),
+    ("head_dim=257: must be an integer from 1 to 256", {"head_dim": 257}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "arguments"), REFUSED_BY_PLAIN_DEVICES, ids=str)
+def test_caches_that_a_device_has_not_are_refused(plain_model, message, arguments):
+    with pytest.raises(ArgumentError, match=message):
+        plain_model.kv_cache(**{"layers": 1, "kv_heads": 1, "head_dim": 8, **arguments})
+    assert plain_model.stats().jobs == 0
+
+
+def test_scales_that_a_device_has_not_are_refused():
+    with nearkv.open("model", features=Feature.NARROW) as device:
+        with pytest.raises(
+            ArgumentError, match="K has e8m0 scales along the row: this model device has no sca"
+        ):
+            device.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="mxfp8")
+        device.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="fp8").close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 5.0},
+        {"alibi_slopes": torch.ones(4)},
+        {"tree": torch.ones(1, 1, dtype=torch.bool)},
+    ],
+    ids=str,
+)
+def test_variants_that_a_device_has_not_are_refused(plain_model, options):
+    setting = Setting(plain_model)
+    with pytest.raises(ArgumentError, match=f"this device has no {next(iter(options))}"):
+        setting.attend(**options)
+
+
+def test_what_the_host_would_do_is_no_single_program(plain_model):
+    setting = Setting(plain_model)
+    with pytest.raises(ArgumentError, match="use append and then attend"):
+        setting.kv.append_attend(
+            [setting.a], layer=0, k=some(1, 1, 2, 8), v=some(1, 1, 2, 4), q=some(1, 2, 4, 8)
+        )
+    assert setting.kv.length(setting.a) == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ArgumentError, "dtype fp16 takes no scales|fp16 takes no scales",
+         {"dtype": "fp16", "scale_dtype": "e8m0"}),
+        (ArgumentError, "scales of lut4 must be e4m3, e8m0, not bf16",
+         {"dtype": "lut4", "scale_dtype": "bf16"}),
+        (ArgumentError, "block=7: must be 16, 32, 64, 128, or None",
+         {"dtype": "int8", "scale_dtype": "fp16", "scale_block": 7}),
+        (ArgumentError, "scale='fp32': there are", {"dtype": "int8", "scale_dtype": "fp32"}),
+        (ArgumentError, "value_dtype='fp16': with latent=True", {"latent": True, "value_dtype": "fp16"}),
+        (ArgumentError, "value_dim=9: must be an integer from 1 to 8", {"latent": True, "value_dim": 9}),
+        (ArgumentError, "k_scale belongs to a scale per head; K of this cache has none",
+         {"k_scale": torch.ones(1)}),
+        (ArgumentError, "v_lut belongs to lut4; V of this cache has none", {"v_lut": torch.ones(1, 16)}),
+        (ShapeError, r"k_scale has shape \[2\], must have \[1\] or \[1, 1\]",
+         {"dtype": "fp8", "k_scale": torch.ones(2)}),
+        (DtypeError, "k_scale must be a torch.float32 tensor",
+         {"dtype": "fp8", "k_scale": torch.ones(1).half()}),
+        (ArgumentError, "k_scale must be finite and above 0", {"dtype": "fp8", "k_scale": torch.zeros(1)}),
+    ],
+)  # fmt: skip
+def test_formats_that_do_not_go_together(model, error, message, arguments):
+    with pytest.raises(error, match=message):
+        model.kv_cache(**{"layers": 1, "kv_heads": 1, "head_dim": 8, **arguments})
     assert model.stats().jobs == 0
 
 

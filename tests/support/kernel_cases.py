@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from nearkv.jobs import Finished, partial_of
 from nearkv.reference import Partial, State, decode_attention, finish, merge, score_factor
+from nearkv.results import Finished, partial_of
 from nearkv_hw.abi import LINE_BYTES, OutputForm, configure
 from nearkv_hw.abi.formats import BF16, FP16, Format
 from nearkv_hw.abi.lines import lines_of

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from contract_cases import Case, Sizes, random_case
-from nearkv.jobs import Finished, partial_of
 from nearkv.reference import Partial, State, decode_attention, finish, page_summaries, select_pages
 from nearkv.reference.alibi import alibi_bits
 from nearkv.reference.arguments import score_factors
 from nearkv.reference.fixed import float32_bits
 from nearkv.reference.softcap import softcap_bits
+from nearkv.results import Finished, partial_of
 from nearkv_hw.abi import LINE_BYTES, Opcode, OutputForm, Status
 from nearkv_hw.abi import descriptor as abi
 from nearkv_hw.abi.formats import QUERY_FORMATS, ROW_FORMATS, SCALE_FORMATS

@@ -70,6 +70,21 @@ OPTIONS = {"greedy": {}, "beams": {"num_beams": 3}}
 
 
 @pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("kv_format", ["fp8", "int8", "q4_0", "mxfp4", "nvfp4"])
+def test_quantised_rows_choose_the_reference_s_tokens(kv_format, how, tmp_path):
+    """F13: prompts, steps, copies and new orders of sequences, all over quantised rows, each call equal."""
+    model = make_model("llama")
+    ids, mask = batch()
+    with nearkv.open("model") as device:
+        rows = hf.DeviceRows(device, hf.row_shape(model.config), "fp16", kv_format=kv_format)
+        checked = hf.CheckedRows(rows, tmp_path)
+        on_device = generate(model, checked, ids, mask, **OPTIONS[how])
+    by_reference = generate(model, hf.ReferenceRows("fp16", kv_format), ids, mask, **OPTIONS[how])
+    assert torch.equal(on_device, by_reference)
+    assert checked.tally.calls == checked.tally.equal == rows.device_calls > 0
+
+
+@pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_device_and_reference_choose_the_same_tokens(family, how):
     model = make_model(family)

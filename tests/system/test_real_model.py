@@ -7,9 +7,11 @@ import pytest
 from nearkv import hf
 from nearkv.cli import app
 from nearkv.hf.run import run
+from nearkv.quantise import PRESETS
 from typer.testing import CliRunner
 
 PROMPT = "Name three colours."
+NARROW = [name for name, preset in PRESETS.items() if preset.k.form.bits < 16]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,18 @@ def test_text_and_bits_are_the_references(loaded, by_reference, spec):
     assert report.calls == report.calls_checked == report.calls_equal == 3 * 30
     assert report.kv_bytes > report.link_bytes > 0
     assert report.lines > 0
+
+
+@pytest.mark.parametrize(
+    "kv_format",
+    [name if name in ("fp8", "q4_0") else pytest.param(name, marks=pytest.mark.slow) for name in NARROW],
+)
+def test_every_call_is_equal_in_any_format(loaded, kv_format):
+    with nearkv.open("model") as device:
+        report = run(loaded, PROMPT, device=device, kv_format=kv_format, max_new_tokens=3)
+        assert device.stats().host_lines == 0
+    assert report.kv_format == kv_format
+    assert report.calls == report.calls_checked == report.calls_equal == 2 * 30
 
 
 @pytest.mark.slow

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from nearkv_hw.abi import Feature
 
-from .output import JsonOption, print_json, print_table
+from .output import JsonOption, print_json, print_table, say
 
 _UNITS = {
     "capacity_bytes": "bytes",
@@ -21,7 +22,7 @@ def info(
     ] = "model",
     as_json: JsonOption = False,
 ) -> None:
-    """Open a device and print the configuration that it reports of itself.
+    """Open a device and print the configuration that it reports of itself, and what it has beyond plain jobs.
 
     What a device counts while it works is in nearkv run --counters and in nearkv trace.
     """
@@ -30,11 +31,13 @@ def info(
     with nearkv.open(spec) as device:
         config = device.config.to_dict()
         kind = device.kind
+        features = [flag.name.lower() for flag in Feature if flag in device.features and flag.name]
     if as_json:
-        print_json({"spec": spec, "kind": kind, "config": config})
+        print_json({"spec": spec, "kind": kind, "config": config, "features": features})
     else:
         rows = (
             (name, f"{value:,}" if isinstance(value, int) else value, _UNITS.get(name, ""))
             for name, value in config.items()
         )
         print_table(f"{spec}: a {kind} device", ("field", "value", "unit"), rows)
+        say(f"Beyond plain jobs it has: {', '.join(features) or 'nothing'}.")

@@ -16,6 +16,7 @@ from rich.panel import Panel
 
 from nearkv.codec import element_dtype
 from nearkv.errors import NearkvError
+from nearkv.quantise import cache_format
 
 from .counters import print_counters
 from .output import JsonOption, print_json, print_table, say
@@ -48,6 +49,10 @@ def run(
     dtype: Annotated[
         str, typer.Option(help="Format of rows and queries on the device: fp16 or bf16.")
     ] = "fp16",
+    kv_format: Annotated[
+        str | None,
+        typer.Option(help="Format of the rows, a preset of nearkv.quantise: fp8, int8, q8_0, nvfp4, ..."),
+    ] = None,
     check: Annotated[
         bool, typer.Option(help="Hold every attention call against the reference, bit by bit.")
     ] = True,
@@ -81,6 +86,8 @@ def run(
             f"--wave records a device's signals; {REFERENCE} has none: use rtl or cocotb"
         )
     element_dtype(dtype)  # what cannot work is said before the model is loaded
+    if kv_format is not None:
+        cache_format(kv_format)
     if device != REFERENCE:
         kind_and_preset(device)
     if trace and device == REFERENCE:
@@ -115,6 +122,7 @@ def run(
             device=opened,
             max_new_tokens=max_new_tokens,
             dtype=dtype,
+            kv_format=kv_format,
             check=check,
             replay_folder=replays,
             on_token=show,
@@ -151,6 +159,7 @@ def _rows(report: Report, open_s: float) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [
         ("prompt", f"{escape(report.prompt)} ({report.prompt_tokens} tokens)"),
         ("text", escape(report.text)),
+        ("format of K and V", report.kv_format),
         ("tokens", f"{len(report.tokens)}, {report.tokens_per_s:.2f} a second"),
         ("with checking", f"{report.tokens_per_s_checked:.2f} a second"),
     ]

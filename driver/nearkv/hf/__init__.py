@@ -45,7 +45,13 @@ __all__ = [
 
 
 def attach(
-    model: Any, device: Device, *, dtype: str = "fp16", page_rows: int = 16, tenant: int = 0
+    model: Any,
+    device: Device,
+    *,
+    dtype: str = "fp16",
+    kv_format: str | None = None,
+    page_rows: int = 16,
+    tenant: int = 0,
 ) -> NearKVCache:
     """Put a transformers model's KV cache and decode attention on a device.
 
@@ -54,6 +60,7 @@ def attach(
     model : a causal language model whose layers go through transformers' attention interface.
     device : an open device.
     dtype : format of rows and queries on the device, "fp16" or "bf16".
+    kv_format : a preset of `nearkv.quantise` in which rows are stored instead: "fp8", "q8_0", ...
     page_rows : rows of a page.
     tenant : the device's aperture to use.
 
@@ -61,7 +68,9 @@ def attach(
     -------
     An empty cache for one generation; `reset` makes it empty again.
     """
-    store = DeviceRows(device, row_shape(model.config), dtype, page_rows=page_rows, tenant=tenant)
+    store = DeviceRows(
+        device, row_shape(model.config), dtype, kv_format=kv_format, page_rows=page_rows, tenant=tenant
+    )
     return attach_store(model, store)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from nearkv_hw.abi.memory import RowLayout
 from torch import Tensor
 
 from nearkv import check, reference
 from nearkv.codec import DTYPES
+from nearkv.quantise import Quantised, attention_arguments, cache_format, quantise
 
 if TYPE_CHECKING:
     from nearkv.cache import KVCache
@@ -37,15 +37,24 @@ class RowShape:
 class RowStore(ABC):
     """The rows of a batch of sequences, all layers.
 
-    Queries and rows are rounded to `dtype`, to nearest even, on their way in; all arithmetic after that
-    is the contract's.
+    Queries and rows are rounded to `dtype`, to nearest even, on their way in, and rows are then quantised
+    where `kv_format` says so; all arithmetic after that is the contract's.
+
+    Parameters
+    ----------
+    dtype : "fp16" or "bf16".
+    kv_format : a preset of `nearkv.quantise`; rows of `dtype` if not given.
     """
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, kv_format: str | None = None) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(reversed(DTYPES))}, not {dtype!r}")
         self.dtype = dtype
         self.torch_dtype = DTYPES[dtype]
+        self.form = cache_format(kv_format or dtype)
+        self.narrow = self.form.k.form.bits < 16
+        if not self.narrow and self.form.name != dtype:
+            raise ValueError(f"kv_format={kv_format!r} has rows of 16 bits; give dtype={kv_format!r} instead")
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Add rows: k [batch, rows, kv_heads, head_dim] and v [batch, rows, kv_heads, value_dim], any
@@ -123,50 +132,74 @@ def causal(batch: int, query_rows: int, rows: int, device: torch.device) -> Tens
 class ReferenceRows(RowStore):
     """Rows in host tensors, attention by `nearkv.reference`."""
 
-    def __init__(self, dtype: str) -> None:
-        super().__init__(dtype)
-        self._k: dict[int, Tensor] = {}
-        self._v: dict[int, Tensor] = {}
+    def __init__(self, dtype: str, kv_format: str | None = None) -> None:
+        super().__init__(dtype, kv_format)
+        self._k: dict[int, Quantised] = {}
+        self._v: dict[int, Quantised] = {}
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        for held, new in ((self._k, k), (self._v, v)):
-            held[layer] = torch.cat([held[layer], new], dim=1) if layer in held else new
+        for held, new, form in ((self._k, k, self.form.k), (self._v, v, self.form.v)):
+            assert form is not None
+            before = held.get(layer)
+            if self.narrow:
+                own = quantise(new, form, head_scale=before.head_scale if before else None)
+            else:
+                own = Quantised(form, new.view(torch.int16), None, None, 0)
+            held[layer] = own if before is None else _joined(before, own)
 
     def _attend(
         self, layer: int, q: Tensor, scale: float, visible: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
-        return reference.decode_attention(
-            q, *self.tensors(layer), scale=scale, visible=visible, sinks=sinks, k_format=self.dtype
-        )
+        rows = attention_arguments(*self.quantised(layer))
+        k, v = rows.pop("k"), rows.pop("v")
+        out: Tensor = reference.decode_attention(q, k, v, scale=scale, visible=visible, sinks=sinks, **rows)
+        return out
 
-    def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's rows: k and v [batch, rows, kv_heads, dim]."""
+    def quantised(self, layer: int) -> tuple[Quantised, Quantised]:
+        """The layer's rows: K and V, codes [batch, rows, kv_heads, dim]."""
         return self._k[layer], self._v[layer]
 
     def rows(self, layer: int) -> int:
         """See `RowStore.rows`."""
-        return self._k[layer].shape[1] if layer in self._k else 0
+        return self._k[layer].codes.shape[1] if layer in self._k else 0
 
     @property
     def batch(self) -> int:
         """See `RowStore.batch`."""
-        return next((k.shape[0] for k in self._k.values()), 0)
+        return next((k.codes.shape[0] for k in self._k.values()), 0)
 
     def crop(self, rows: int) -> None:
         """See `RowStore.crop`."""
-        for held in (self._k, self._v):
-            held.update({layer: rows_[:, :rows] for layer, rows_ in held.items()})
+        self._change(lambda tensor: tensor[:, :rows])
 
     def select(self, indices: Sequence[int]) -> None:
         """See `RowStore.select`."""
         index = torch.tensor(list(indices), dtype=torch.int64)
-        for held in (self._k, self._v):
-            held.update({layer: rows_[index.to(rows_.device)] for layer, rows_ in held.items()})
+        self._change(lambda tensor: tensor[index.to(tensor.device)])
 
     def reset(self) -> None:
         """See `RowStore.reset`."""
-        self._k.clear()
-        self._v.clear()
+        self._change(lambda tensor: tensor[:0])
+        if not self.narrow:  # a scale per head stays what the first rows made it
+            self._k.clear()
+            self._v.clear()
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        for held in (self._k, self._v):
+            for layer, rows in held.items():
+                scales = None if rows.scales is None else change(rows.scales)
+                held[layer] = replace(rows, codes=change(rows.codes), scales=scales)
+
+
+def _joined(before: Quantised, new: Quantised) -> Quantised:
+    """Rows after others."""
+
+    def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        return None if first is None or second is None else torch.cat([first, second], dim=1)
+
+    codes = both(before.codes, new.codes)
+    assert codes is not None
+    return replace(before, codes=codes, scales=both(before.scales, new.scales))
 
 
 class DeviceRows(RowStore):
@@ -178,24 +211,30 @@ class DeviceRows(RowStore):
     """
 
     def __init__(
-        self, device: Device, shape: RowShape, dtype: str, *, page_rows: int = 16, tenant: int = 0
+        self,
+        device: Device,
+        shape: RowShape,
+        dtype: str,
+        *,
+        kv_format: str | None = None,
+        page_rows: int = 16,
+        tenant: int = 0,
     ) -> None:
-        super().__init__(dtype)
+        super().__init__(dtype, kv_format)
         self.shape = shape
         self.cache: KVCache = device.kv_cache(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             value_dim=shape.value_dim,
-            dtype=dtype,
+            dtype=kv_format or dtype,
             page_rows=page_rows,
             tenant=tenant,
         )
         self.device_calls = 0
         self.kv_bytes = 0
         """K and V bytes, in whole lines, that the device calls so far had to look at."""
-        layout = RowLayout(shape.head_dim, shape.value_dim, page_rows)
-        self._row_bytes = shape.kv_heads * layout.row_bytes
+        self._row_bytes = shape.kv_heads * self.form.row_bytes(shape.head_dim, shape.value_dim)
         self.sequences: list[DeviceSequence] = []
         self._prompt: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -205,7 +244,7 @@ class DeviceRows(RowStore):
         if len(self.sequences) != k.shape[0]:
             raise ValueError(f"the cache holds {len(self.sequences)} sequences, got rows of {k.shape[0]}")
         self._prompt.pop(layer, None)
-        if k.shape[1] > 1 and self.rows(layer) == 0:
+        if k.shape[1] > 1 and self.rows(layer) == 0 and not self.narrow:
             self._prompt[layer] = (k, v)
         self.cache.append(self.sequences, layer=layer, k=k, v=v)
 
@@ -222,9 +261,13 @@ class DeviceRows(RowStore):
             )
             return out[:, None]
         if layer not in self._prompt:
-            return self.cache.attend(
+            last = causal(self.batch, q.shape[1], self.rows(layer), q.device)
+            if visible is not None and torch.equal(visible, last):
+                visible = None  # what several query rows see by themselves
+            result: Tensor = self.cache.attend(
                 self.sequences, layer=layer, q=q, scale=scale, visible=visible, sinks=sinks
             )
+            return result
         k, v = self._prompt.pop(layer)
         return reference.decode_attention(
             q, k, v, scale=scale, visible=visible, sinks=sinks, k_format=self.dtype
@@ -294,9 +337,10 @@ class CheckedRows(RowStore):
     """
 
     def __init__(self, device_rows: DeviceRows, replay_folder: Path) -> None:
-        super().__init__(device_rows.dtype)
+        kv_format = device_rows.form.name if device_rows.narrow else None
+        super().__init__(device_rows.dtype, kv_format)
         self.device_rows = device_rows
-        self.own = ReferenceRows(device_rows.dtype)
+        self.own = ReferenceRows(device_rows.dtype, kv_format)
         self.tally = CheckTally()
         self._replay_folder = replay_folder
 
@@ -325,8 +369,23 @@ class CheckedRows(RowStore):
         sinks: Tensor | None,
     ) -> None:
         cache, sequences = self.device_rows.cache, self.device_rows.sequences
-        contexts = list(zip(*self.own.tensors(layer), strict=True))
-        case = check.case_of(cache, q=q, contexts=contexts, scale=scale, ranges=ranges, sinks=sinks)
+        k, v = self.own.quantised(layer)
+        held = [rows.codes if self.narrow else rows.codes.view(self.torch_dtype) for rows in (k, v)]
+        scales = [
+            (None if k.scales is None else k.scales[i], None if v.scales is None else v.scales[i])
+            for i in range(self.batch)
+        ]
+        heads = {"k_scale": k.head_scale, "v_scale": v.head_scale}
+        case = check.case_of(
+            cache,
+            q=q,
+            contexts=list(zip(*held, strict=True)),
+            scale=scale,
+            ranges=ranges,
+            sinks=sinks,
+            scales=scales,
+            heads={name: tensor for name, tensor in heads.items() if tensor is not None},
+        )
         verdict = check.attention(
             cache, sequences, layer=layer, case=case, result=result, directory=self._replay_folder
         )

@@ -35,6 +35,7 @@ class Report:
     model: str
     device: str
     prompt: str
+    kv_format: str = "fp16"
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -73,6 +74,7 @@ def run(
     device: nearkv.Device | None,
     max_new_tokens: int = 16,
     dtype: str = "fp16",
+    kv_format: str | None = None,
     check: bool = True,
     replay_folder: Path = Path("replays"),
     on_token: Callable[[str, int], None] = lambda text, count: None,
@@ -84,6 +86,7 @@ def run(
     loaded : model, tokenizer and row shape, from `nearkv.hf.load`.
     max_new_tokens : tokens at most; an end-of-text token ends the run before.
     dtype : format of rows and queries, "fp16" or "bf16".
+    kv_format : a preset of `nearkv.quantise` in which rows are stored instead.
     check : hold every device call against the reference, computed from the host's own copy of the rows.
     replay_folder : where inputs and results of an unequal call are written.
     on_token : called with the text so far and the number of tokens.
@@ -91,12 +94,18 @@ def run(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     ids = prompt_ids(loaded, prompt)
-    report = Report(loaded.name, device.kind if device else REFERENCE, prompt, prompt_tokens=ids.shape[1])
+    report = Report(
+        loaded.name,
+        device.kind if device else REFERENCE,
+        prompt,
+        kv_format=kv_format or dtype,
+        prompt_tokens=ids.shape[1],
+    )
     with ExitStack() as stack:
-        store: RowStore = ReferenceRows(dtype)
+        store: RowStore = ReferenceRows(dtype, kv_format)
         rows, tally = None, CheckTally()
         if device is not None:
-            store = rows = DeviceRows(device, loaded.rows, dtype)
+            store = rows = DeviceRows(device, loaded.rows, dtype, kv_format=kv_format)
             stack.callback(rows.cache.close)
             if check:
                 checked = CheckedRows(rows, replay_folder)

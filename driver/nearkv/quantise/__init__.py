@@ -6,6 +6,7 @@
 It needs torch alone, and gives the same codes on every device.
 """
 
+from .codebooks import find_codebook
 from .formats import PRESETS, CacheFormat, RowFormat, Rule, cache_format
 from .rounding import decode, encode
 from .rows import Quantised, attention_arguments, quantise
@@ -20,5 +21,6 @@ __all__ = [
     "cache_format",
     "decode",
     "encode",
+    "find_codebook",
     "quantise",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
 
-from nearkv_hw.abi.formats import ELEMENT_FORMATS, SCALE_BLOCKS, SCALE_FORMATS, SCALED_BITS, Format
+from nearkv_hw.abi.formats import LUT_SCALES, ROW_FORMATS, SCALE_BLOCKS, SCALE_FORMATS, SCALED_BITS, Format
 from nearkv_hw.abi.lines import LINE_BYTES, lines_of
 from nearkv_hw.abi.rows import Stored
 
@@ -35,7 +35,8 @@ class RowFormat:
 
     Parameters
     ----------
-    element : name of the element format, of `nearkv_hw.abi.formats.ELEMENT_FORMATS`.
+    element : name of the element format, of `nearkv_hw.abi.formats.ROW_FORMATS`. The 16 numbers of lut4 are
+        found by `codebook`, or given.
     scale : name of the format of scales along a row, of `SCALE_FORMATS`, or None.
     block : elements that share a scale: 16, 32, 64, 128, or None for the whole row. The last may be short.
     head_scale : one float32 for all rows of a KV head; besides scales along the row, where those are e4m3.
@@ -53,7 +54,7 @@ class RowFormat:
     rule: Rule = Rule.NEAREST
 
     def __post_init__(self) -> None:
-        form = one_of("element", self.element, ELEMENT_FORMATS)
+        form = one_of("element", self.element, ROW_FORMATS)
         if self.scale is not None:
             one_of("scale", self.scale, SCALE_FORMATS)
         elif self.block is not None:
@@ -64,6 +65,10 @@ class RowFormat:
             raise ArgumentError(
                 f"{self.scale} scales have range enough; a scale per head goes with e4m3 or none"
             )
+        if form.codebook and self.scale not in (None, *LUT_SCALES):
+            raise ArgumentError(f"scales of {form.name} must be {', '.join(LUT_SCALES)}, not {self.scale}")
+        if form.codebook and self.head_scale:
+            raise ArgumentError(f"the numbers of {form.name} are each head's own; it has no scale per head")
         if self.block is not None and self.block not in SCALE_BLOCKS:
             allowed = ", ".join(map(str, SCALE_BLOCKS))
             raise ArgumentError(f"block={self.block!r}: must be {allowed}, or None for the whole row")
@@ -77,7 +82,7 @@ class RowFormat:
     @property
     def form(self) -> Format:
         """The element format."""
-        return ELEMENT_FORMATS[self.element]
+        return ROW_FORMATS[self.element]
 
     @property
     def scale_form(self) -> Format | None:

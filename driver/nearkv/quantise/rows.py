@@ -12,6 +12,8 @@ from torch import Tensor
 from nearkv.errors import ArgumentError, DtypeError, ShapeError
 from nearkv.reference.threads import threads_for
 
+from .blocks import block_peaks, spread
+from .codebooks import by_codebook, checked_codebook, find_codebook, numbers_of
 from .formats import RowFormat, Rule
 from .llama import q4_0, q8_0
 from .rounding import decode, encode, encode_power, largest, nan_code
@@ -31,6 +33,7 @@ class Quantised:
     scales : codes [..., kv_heads, blocks], uint8 or int16, or None.
     head_scale : float32 [kv_heads], or None.
     saturated : elements whose magnitude was beyond what the format has, and is now its largest.
+    codebook : float16 [kv_heads, 16], the numbers that codes of lut4 stand for, or None.
     """
 
     format: RowFormat
@@ -38,10 +41,14 @@ class Quantised:
     scales: Tensor | None
     head_scale: Tensor | None
     saturated: int
+    codebook: Tensor | None = None
 
     def values(self) -> Tensor:
         """The numbers that the codes stand for, exactly: float64 [..., kv_heads, dim]."""
-        found = decode(self.codes, self.format.form)
+        if self.codebook is None:
+            found = decode(self.codes, self.format.form)
+        else:
+            found = numbers_of(self.codes, self.codebook)
         scale_form = self.format.scale_form
         if self.scales is not None and scale_form is not None:
             dim = self.codes.shape[-1]
@@ -52,7 +59,9 @@ class Quantised:
         return found
 
 
-def quantise(rows: Tensor, form: RowFormat, *, head_scale: Tensor | None = None) -> Quantised:
+def quantise(
+    rows: Tensor, form: RowFormat, *, head_scale: Tensor | None = None, codebook: Tensor | None = None
+) -> Quantised:
     """Store rows in a format.
 
     A block with a NaN or an infinity gets a NaN for its scale. Without scales along the row, infinities
@@ -64,6 +73,7 @@ def quantise(rows: Tensor, form: RowFormat, *, head_scale: Tensor | None = None)
     form : the format, with the rule.
     head_scale : float32 [kv_heads] where the format has a scale per head, or None: the scale that these rows
         call for. Rows that are added later need the same one.
+    codebook : float16 [kv_heads, 16] where the format is lut4, or None: what `codebook` finds for these rows.
 
     Returns
     -------
@@ -76,11 +86,22 @@ def quantise(rows: Tensor, form: RowFormat, *, head_scale: Tensor | None = None)
     """
     _check_rows(rows)
     with threads_for(rows.numel(), rows.device):
-        return _quantised(rows, form, head_scale)
+        return _quantised(rows, form, head_scale, codebook)
 
 
-def _quantised(rows: Tensor, form: RowFormat, head_scale: Tensor | None) -> Quantised:
+def _quantised(
+    rows: Tensor, form: RowFormat, head_scale: Tensor | None, codebook: Tensor | None
+) -> Quantised:
     numbers = rows.detach().double()
+    if form.form.codebook:
+        if head_scale is not None:
+            raise ArgumentError(f"{form.element} has no scale per head, so head_scale must be None")
+        book = find_codebook(rows, form) if codebook is None else checked_codebook(codebook, rows.shape[-2])
+        codes, scales = by_codebook(numbers, form, book)
+        stored = None if scales is None or form.scale_form is None else _stored(scales, form.scale_form)
+        return Quantised(form, codes.to(torch.uint8), stored, None, 0, book)
+    if codebook is not None:
+        raise ArgumentError(f"a codebook belongs to lut4, not to {form.element}")
     if form.rule is not Rule.NEAREST:
         return _by_llama(rows.detach().float(), form)
     scales, heads = None, None
@@ -110,6 +131,7 @@ def attention_arguments(k: Quantised, v: Quantised | None = None) -> dict[str, A
     k, v and what says how they are stored; k_scale and v_scale where formats have a scale per head.
     """
     found: dict[str, Any] = {"k": k.codes, "k_format": k.format.element, "k_scale": k.head_scale}
+    found |= {"k_lut": k.codebook, "v_lut": None if v is None else v.codebook}
     found |= {"v": None, "v_scale": k.head_scale} if v is None else {"v": v.codes, "v_scale": v.head_scale}
     if v is not None:
         found["v_format"] = v.format.element
@@ -138,8 +160,8 @@ def _scaled(
     else:
         codes, cut = encode(peaks / largest(form.form), scale_form)
     # The product is exact (11 and 24 bits); no quotient of such numbers is so near a tie that it becomes one.
-    scales = _spread(decode(codes, scale_form) * per_head, form.block, dim)
-    lost = _spread(undefined, form.block, dim)
+    scales = spread(decode(codes, scale_form) * per_head, form.block, dim)
+    lost = spread(undefined, form.block, dim)
     nothing = lost | (scales == 0)
     quotients = numbers.masked_fill(nothing, 0.0) / scales.masked_fill(nothing, 1.0)
     elements, saturated = encode(quotients, form.form)
@@ -147,20 +169,8 @@ def _scaled(
     return (
         codes.masked_fill(undefined, nan or 0),
         elements,
-        saturated | (_spread(cut, form.block, dim) & ~lost),
+        saturated | (spread(cut, form.block, dim) & ~lost),
     )
-
-
-def block_peaks(rows: Tensor, block: int) -> Tensor:
-    """The largest magnitude of each block of `block` elements [..., blocks]; NaN where a block has one."""
-    short = -rows.shape[-1] % block
-    padded = torch.nn.functional.pad(rows.abs(), (0, short))
-    return padded.reshape(*rows.shape[:-1], padded.shape[-1] // block, block).amax(-1)
-
-
-def _spread(plane: Tensor, block: int | None, dim: int) -> Tensor:
-    """What is said of blocks, said of elements."""
-    return plane.repeat_interleave(block or max(dim, 1), dim=-1)[..., :dim]
 
 
 def _by_llama(rows: Tensor, form: RowFormat) -> Quantised:
@@ -170,11 +180,11 @@ def _by_llama(rows: Tensor, form: RowFormat) -> Quantised:
     assert block is not None
     dim = rows.shape[-1]
     undefined = ~block_peaks(rows, block).isfinite()
-    lost = _spread(undefined, block, dim)
+    lost = spread(undefined, block, dim)
     scales, codes, saturated = quantiser(rows.masked_fill(lost, 0.0), block)
     stored, cut = encode(scales.double(), scale_form)
     stored = stored.masked_fill(undefined, nan_code(scale_form) or 0)
-    saturated = saturated | _spread(cut, block, dim)
+    saturated = saturated | spread(cut, block, dim)
     codes = codes & ((1 << form.form.bits) - 1)
     return Quantised(form, _stored(codes, form.form), _stored(stored, scale_form), None, int(saturated.sum()))
 

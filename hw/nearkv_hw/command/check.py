@@ -4,7 +4,6 @@ from amaranth.hdl import Cat, Const, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from ..abi.config import Feature
 from ..abi.descriptor import (
     ATTEND,
     CLAIM,
@@ -32,15 +31,6 @@ from ..interfaces import LINE_ADDRESS_BITS
 from ..structs import layout_of
 from .records import Checked, Posted, WalkRead
 
-FEATURES = (
-    Feature.NARROW
-    | Feature.SCALES
-    | Feature.SHORT_ROWS
-    | Feature.SOFTCAP
-    | Feature.ALIBI
-    | Feature.QUERY_ROWS
-)
-"""What a device with attention units has."""
 _CAUSAL, _ALIBI = (option.bit_length() - 1 for option in (OPTION_CAUSAL, OPTION_ALIBI))
 _EXPONENT = slice(23, 31)  # of a float32
 

@@ -25,9 +25,9 @@ from ..abi.window import (
     RING,
     RING_LINE,
 )
+from ..features import FEATURES
 from ..interfaces import TENANT_BITS
 from ..structs import layout_of
-from .check import FEATURES
 
 REGISTER_BITS = 6
 """Register lines that can be told apart: the last slice's counters are below 64."""
@@ -113,7 +113,7 @@ def identity_values(config):
     given = {
         "magic": MAGIC,
         "abi_version": ABI_VERSION,
-        "features": FEATURES if config.units else 0,
+        "features": int(FEATURES),
         "contract_version": CONTRACT_VERSION,
         "aperture": 0,
         "extent_shift": EXTENT_SHIFT,

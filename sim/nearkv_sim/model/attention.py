@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..port import Lines
 from . import contract
+from .finishing import finish
 from .job import FORMATS, Job, Shape
 from .lists import distances, sees
 from .memory import LineIndices, Memory
@@ -233,7 +234,7 @@ def _result_lines(partial: contract.Partial, shape: Shape) -> Lines:
             kept(partial.lane_flags).astype("u1"),
         ]
     else:
-        codes = contract.finish(partial, shape.form, shape.output_scale).numpy()
+        codes = finish(partial, shape.form, shape.output_scale).numpy()
         planes = [codes.astype(f"<u{shape.form.lane_bytes}")]
     layout = shape.result
     out = np.zeros((*partial.query_nan.shape, layout.lines * LINE_BYTES), dtype=np.uint8)

@@ -14,18 +14,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from nearkv_hw.abi.formats import E8M0, Format, OutputForm
+from nearkv_hw.abi.formats import E8M0, Format
 from nearkv_hw.abi.memory import LANE_NAN, LANE_NEGATIVE_INFINITY, LANE_POSITIVE_INFINITY
 from nearkv_hw.abi.numerics import (
     BIN_BITS,
-    DENOMINATOR_BITS,
     DOT_KEPT_BITS,
     EXP2_TABLE,
-    NAN_BF16,
-    NAN_FP16,
-    NAN_FP32,
-    NUMERATOR_KEPT_BITS,
-    RECIPROCAL_BITS,
     SCORE_FRACTION_BITS,
     SCORE_LIMIT,
     SINK_FACTOR,
@@ -170,34 +164,6 @@ def bounds(queries: Tensor, factor: int, least: Tensor, largest: Tensor) -> Tens
     return best[:, 0].amax(0)
 
 
-def finish(partial: Partial, form: OutputForm, output_scale: int = 0) -> Tensor:
-    """Final results (section 6): output codes, int64 [jobs, queries, lanes].
-
-    `output_scale` are float32 bits, 0 for none.
-    """
-    if output_scale:
-        return _narrowed(_multiplied(finish(partial, OutputForm.FP32), output_scale), form)
-    negative, a, a_exponent = _truncate(partial.numerators, NUMERATOR_KEPT_BITS)
-    _, weight, exponent = _truncate(partial.denominator, DENOMINATOR_BITS)
-    empty = partial.denominator.top == TOP_NONE
-    short = torch.where(empty, 0, DENOMINATOR_BITS - _bit_length(weight))
-    weight = torch.where(empty, 1 << DENOMINATOR_BITS - 1, weight << short)
-    reciprocal = (1 << RECIPROCAL_BITS) // weight
-    magnitude = a * reciprocal[..., None]
-    scale = a_exponent - (exponent - short)[..., None] - RECIPROCAL_BITS
-    shape = _OUTPUTS[form]
-    code = _round_float(magnitude, scale, shape)
-    sign = 1 << shape.bits - 1
-    code = torch.where(negative & (magnitude != 0), code | sign, code)
-
-    positive_infinity = partial.lane_flags & LANE_POSITIVE_INFINITY != 0
-    negative_infinity = partial.lane_flags & LANE_NEGATIVE_INFINITY != 0
-    code = torch.where(positive_infinity, shape.infinity, code)
-    code = torch.where(negative_infinity, shape.infinity | sign, code)
-    nan = partial.query_nan[..., None] | (partial.lane_flags & LANE_NAN != 0)
-    return torch.where(nan | (positive_infinity & negative_infinity), shape.nan, code)
-
-
 @cache
 def decode_table(form: Format) -> Tensor:
     """Every code's value as float64, NaN and infinities included (section 1)."""
@@ -276,14 +242,14 @@ def _changed_scores(
 
 def alibi(slopes: Tensor, distances: Tensor) -> Tensor:
     """Section 9's bias of slopes (float32 bits) and distances, int64 tensors that broadcast."""
-    significand, exponent, negative = _decode_factor(slopes)
+    significand, exponent, negative = decode_factor(slopes)
     magnitude = _round_scaled(distances.abs() * significand, exponent + SCORE_FRACTION_BITS)
     return torch.where(negative ^ (distances < 0), -magnitude, magnitude)
 
 
 def _capped(argument: Tensor, softcap: int) -> Tensor:
     """Section 8: S of the argument U."""
-    significand, exponent, _ = _decode_factor(torch.tensor(softcap))
+    significand, exponent, _ = decode_factor(torch.tensor(softcap))
     size = argument.abs()
     octave = torch.bucketize(size, _OCTAVE_ENDS, right=True)
     beyond = octave == len(TANH_OCTAVES)
@@ -323,7 +289,7 @@ def _scores(
     alive = visible.expand(terms.shape[:-1])
     bad = torch.zeros(terms.shape[:-1], dtype=torch.bool)
     down = up = bad
-    significand, exponent, negative = _decode_factor(factor[:, None, None])
+    significand, exponent, negative = decode_factor(factor[:, None, None])
     if not (queries.isfinite().all() and block.k.isfinite().all()):
         positive, less = (terms == torch.inf).any(-1), (terms == -torch.inf).any(-1)
         infinite = positive | less
@@ -335,7 +301,7 @@ def _scores(
         bad &= visible
         alive = alive & ~bad
         terms.nan_to_num_(0.0, 0.0, 0.0)
-    sign, kept, scale = _truncate(binned_sum(terms, -1), DOT_KEPT_BITS)
+    sign, kept, scale = truncate(binned_sum(terms, -1), DOT_KEPT_BITS)
     magnitude = _round_scaled(kept * significand, scale + exponent + SCORE_FRACTION_BITS)
     scores = torch.where(sign ^ negative, -magnitude, magnitude)
     if capped:
@@ -396,7 +362,7 @@ def _exp2_tables() -> tuple[Tensor, Tensor]:
     return table[:-1].contiguous(), table.diff()
 
 
-def _decode_factor(code: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def decode_factor(code: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A finite float32's significand, exponent and sign (bool)."""
     field, fraction = code >> 23 & 0xFF, code & 0x7FFFFF
     return (
@@ -417,90 +383,18 @@ def _round_scaled(product: Tensor, exponent: Tensor) -> Tensor:
     return torch.where(exponent >= 0, grown, shrunk.clamp(max=SCORE_LIMIT))
 
 
-def _truncate(sums: Sums, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def truncate(sums: Sums, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """The sums' sign (bool, false for zero), and trunc_bits of their magnitude: significand and exponent."""
     high = sums.high + (sums.low >> BIN_BITS)
     low = sums.low & LIMB_MASK
     negative = high < 0
     high = torch.where(negative, -high - (low != 0).long(), high)
     low = torch.where(negative, -low & LIMB_MASK, low)
-    length = torch.where(high > 0, _bit_length(high) + BIN_BITS, _bit_length(low))
+    length = torch.where(high > 0, bit_length(high) + BIN_BITS, bit_length(low))
     shift = (length - bits).clamp(min=0)
     near = shift.clamp(max=BIN_BITS)
     kept = ((high << (BIN_BITS - near)) | (low >> near)) >> (shift - near)
     return negative, kept, BIN_BITS * (sums.top - 1) + shift
-
-
-@dataclass(frozen=True)
-class _Output:
-    """An output format: bits, bits of its fraction, exponent of its least normal number, code of its NaN."""
-
-    bits: int
-    fraction_bits: int
-    least_exponent: int
-    nan: int
-
-    @property
-    def infinity(self) -> int:
-        return ((1 << self.bits - 1) - 1) >> self.fraction_bits << self.fraction_bits
-
-
-_OUTPUTS = {
-    OutputForm.FP32: _Output(32, 23, -126, NAN_FP32),
-    OutputForm.BF16: _Output(16, 7, -126, NAN_BF16),
-    OutputForm.FP16: _Output(16, 10, -14, NAN_FP16),
-}
-
-
-def _multiplied(codes: Tensor, factor: int) -> Tensor:
-    """float32 codes times a float32, in one IEEE multiplication, as codes."""
-    significand, exponent, negative = _decode_factor(codes)
-    other, other_exponent, other_negative = _decode_factor(torch.tensor(factor))
-    product = significand * other
-    short = (_PRODUCT_BITS - _bit_length(product)).clamp(min=0)
-    shape = _OUTPUTS[OutputForm.FP32]
-    found = _round_float(product << short, exponent + other_exponent - short, shape)
-    infinite, nan = codes & 0x7FFFFFFF == shape.infinity, codes & 0x7FFFFFFF > shape.infinity
-    size = factor & 0x7FFFFFFF
-    if size > shape.infinity:
-        nan = torch.ones_like(nan)
-    elif size == shape.infinity:
-        nan = nan | (codes & 0x7FFFFFFF == 0)
-        infinite = torch.ones_like(infinite)
-    elif size == 0:
-        nan = nan | infinite
-    found = torch.where(infinite, shape.infinity, found)
-    found = torch.where(negative ^ other_negative, found | 1 << 31, found)
-    return torch.where(nan, shape.nan, found)
-
-
-_PRODUCT_BITS = 62
-
-
-def _narrowed(codes: Tensor, form: OutputForm) -> Tensor:
-    """float32 codes as those of an output format."""
-    if form is OutputForm.FP32:
-        return codes
-    significand, exponent, negative = _decode_factor(codes)
-    wide, shape = _OUTPUTS[OutputForm.FP32], _OUTPUTS[form]
-    size = codes & 0x7FFFFFFF
-    found = _round_float(significand << 32, exponent - 32, shape)
-    found = torch.where(size == wide.infinity, shape.infinity, found)
-    found = torch.where(negative, found | 1 << shape.bits - 1, found)
-    return torch.where(size > wide.infinity, shape.nan, found)
-
-
-def _round_float(magnitude: Tensor, exponent: Tensor, shape: _Output) -> Tensor:
-    """The code of magnitude * 2^exponent, rounded to nearest even; magnitude is 0 or in 2^30 ... 2^62."""
-    leading = _bit_length(magnitude) - 1 + exponent
-    step = leading.clamp(min=shape.least_exponent)
-    shift = (step - shape.fraction_bits - exponent).clamp(1, 63)
-    one = torch.ones_like(shift)
-    kept, rest, half = magnitude >> shift, magnitude & ((one << shift) - 1), one << (shift - 1)
-    kept += ((rest > half) | ((rest == half) & (kept & 1 == 1))).long()
-    # the hidden bit, and a carry out of the fraction, move the exponent field up by themselves
-    code = ((step.clamp(max=1 << 10) - shape.least_exponent) << shape.fraction_bits) + kept
-    return torch.where(magnitude == 0, 0, code.clamp(max=shape.infinity))
 
 
 def _lower(sums: Sums, top: Tensor) -> tuple[Tensor, Tensor]:
@@ -521,7 +415,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _bit_length(value: Tensor) -> Tensor:
+def bit_length(value: Tensor) -> Tensor:
     """bits(value) for 0 <= value < 2^63."""
     upper = value >> 31
     part = torch.where(upper > 0, upper, value)

@@ -31,7 +31,7 @@ from nearkv_hw.abi.descriptor import (
     OPTION_SUMMARIES,
     OPTION_TREE,
 )
-from nearkv_hw.abi.formats import LUT4, LUT_SCALES, QUERY_FORMATS, SCALE_CODES, Format
+from nearkv_hw.abi.formats import LUT4, LUT_SCALES, QUERY_FORMATS, SCALE_CODES, SCALED_BITS, Format
 from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.memory import ResultLayout, RowLayout
 from nearkv_hw.abi.numerics import SOFTCAP_LIMIT
@@ -40,8 +40,6 @@ from nearkv_hw.abi.rows import Stored
 FORMATS: dict[int, Format] = {form.code: form for form in QUERY_FORMATS.values()}
 """Element formats of queries, by code."""
 PLAIN = Feature(0)
-SCALED_BITS = 8
-"""Formats of at most this many bits may have scales."""
 EXTENDING = Feature.all() & ~(Feature.NARROW | Feature.LARGE_ROWS | Feature.OUTPUT_SCALE)
 """Features that a job asks for in its extension."""
 _LAYOUTS = {Opcode.NOP: NOP, Opcode.ATTEND: ATTEND, Opcode.CLAIM_EXTENTS: CLAIM}

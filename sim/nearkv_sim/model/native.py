@@ -75,8 +75,8 @@ KIND = np.dtype(
     align=True,
 )
 """What descriptors that are walked together have in common: their job, in which each one's entries, result,
-rows and lines are left to the walk; lines of all its queries and results, of its sinks (0 for none), and of a
-page; and how often rows are read."""
+rows, lines and factors are left to the walk; lines of all its queries and results, of its sinks (0 for
+none), and of a page; and how often rows are read."""
 DEVICE = np.dtype([("image", "u8"), ("owners", "u8"), ("extents", "i8"), ("slices", "i8")], align=True)
 """A device's memory: its lines, and the owner of each extent."""
 _CPP_TYPES = {"u4": "std::uint32_t", "i4": "std::int32_t", "i8": "std::int64_t"}
@@ -93,6 +93,7 @@ _CPP_POINTERS = {
 }
 _PLACES = (
     ("attend", ATTEND, ("table", "queries", "result", "sinks", "row_begin", "row_end", "kv_head")),
+    ("attend", ATTEND, ("score_factor", "output_scale")),
     ("table", TABLE, ("magic", "version", "heads", "entries", "committed_rows")),
 )
 """Fields that C++ takes out of records."""

@@ -23,14 +23,22 @@ from .memory import Memory
 from .native import Native, device_record, kind_record
 
 _OWN = ("tag", "table", "queries", "result", "sinks", "row_begin", "row_end", "kv_head")
+_OWN_FACTORS = ("score_factor", "output_scale")
 """Fields of a descriptor in which jobs of one kind may differ."""
-_KIND_BITS = (1 << ATTEND.width) - 1 - sum(((1 << ATTEND[n].width) - 1) << ATTEND.offset(n) for n in _OWN)
-_KIND_WORDS = np.frombuffer(_KIND_BITS.to_bytes(ATTEND.width // 8, "little"), "<u8")
 _KINDS_KEPT = 256
 
 
+def _kind_words(features: Feature) -> npt.NDArray[np.uint64]:
+    """A mask of what makes a kind, over a descriptor's words."""
+    own = [*_OWN, *(_OWN_FACTORS if Feature.OUTPUT_SCALE in features else _OWN_FACTORS[:1])]
+    bits = (1 << ATTEND.width) - 1
+    for name in own:
+        bits &= ~(((1 << ATTEND[name].width) - 1) << ATTEND.offset(name))
+    return np.frombuffer(bits.to_bytes(ATTEND.width // 8, "little"), "<u8")
+
+
 class Kind:
-    """What good descriptors say that differ in addresses, rows and KV head alone.
+    """What good descriptors say that differ in addresses, rows, KV head and factors alone.
 
     Parameters
     ----------
@@ -108,6 +116,7 @@ class PlainJobs:
         self._counters = counters
         self._kernel = kernel
         self._features = features
+        self._kind_words = _kind_words(features)
         self._device = device_record(memory, config.slices)
         self._kind = lru_cache(_KINDS_KEPT)(self._kind_of)
 
@@ -116,7 +125,7 @@ class PlainJobs:
         the memory."""
         if not self._memory.intact:
             return []
-        keys = descriptors.view("<u8") & _KIND_WORDS
+        keys = descriptors.view("<u8") & self._kind_words
         extended = (column(ATTEND, "flags", descriptors) & FLAG_EXTENDED) != 0
         if extended.any():
             keys = np.concatenate([keys, extensions.view("<u8") * extended[:, None]], axis=1)
@@ -133,7 +142,7 @@ class PlainJobs:
         return [plain for plain in found if len(plain.members)]
 
     def _kind_of(self, key: bytes) -> Kind | None:
-        """The kind of good descriptors, given by one without addresses and rows and its second line."""
+        """The kind of good descriptors, by one without what they differ in, and its second line."""
         descriptor, extension = key[:LINE_BYTES], key[LINE_BYTES:]
         fields = ATTEND.unpack(descriptor)
         try:

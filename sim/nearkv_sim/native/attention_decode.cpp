@@ -31,11 +31,34 @@ std::size_t narrow_code(const std::uint8_t* codes, std::size_t index) {
     }
 }
 
+// The numbers of a register's codes, out of a table of all codes.
+template <int Bits>
+Doubles numbers_of(const double* numbers, const std::uint8_t* codes, std::size_t index) {
+#ifdef __AVX512F__
+    if constexpr (Bits == 4) {  // the whole table is two registers, of which an index takes its low four bits
+        std::uint32_t some;
+        std::memcpy(&some, codes + index / 2, sizeof some);
+        const __m512i which = _mm512_srlv_epi64(_mm512_set1_epi64(some), _mm512_setr_epi64(0, 4, 8, 12, 16, 20, 24, 28));
+        return reinterpret_cast<Doubles>(
+            _mm512_permutex2var_pd(_mm512_loadu_pd(numbers), which, _mm512_loadu_pd(numbers + 8)));
+    }
+#endif
+    Doubles some{};
+#pragma GCC unroll 8
+    for (std::size_t i = 0; i < kLanes; i++) some[i] = numbers[narrow_code<Bits>(codes, index + i)];
+    return some;
+}
+
 }  // namespace
 
 Decoder::Decoder(const Format& format, std::size_t dim, const Format* scale, std::size_t block,
                  const std::uint16_t* codebook)
-    : format_(format), dim_(dim), scale_(scale), block_(block ? block : dim), convert_(format.bits == 16 ? format : kFormats[0]) {
+    : format_(format),
+      dim_(dim),
+      scale_(scale),
+      block_(block ? block : dim),
+      convert_(format.bits == 16 ? format : kFormats[0]),
+      scale_convert_(scale && scale->bits == 16 ? *scale : kFormats[0]) {
     if (codebook) {
         numbers_.resize(kLutEntries);
         for (std::size_t i = 0; i < numbers_.size(); i++) numbers_[i] = element_value(kFormats[kLutFormat], codebook[i]);
@@ -64,9 +87,7 @@ Decoded Decoder::decode_narrow(const std::uint8_t* codes, const std::uint8_t* sc
         for (std::size_t lane = first; lane < end; lane += kLanes) {
             Doubles some{};
             if (lane + kLanes <= end) {
-#pragma GCC unroll 8
-                for (std::size_t i = 0; i < kLanes; i++) some[i] = numbers[narrow_code<Bits>(codes, lane + i)];
-                some *= scale;
+                some = numbers_of<Bits>(numbers, codes, lane) * scale;
             } else {
                 for (std::size_t i = 0; lane + i < end; i++) {
                     some[i] = numbers[narrow_code<Bits>(codes, lane + i)] * scale;
@@ -92,7 +113,11 @@ Decoded Decoder::decode_narrow(const std::uint8_t* codes, const std::uint8_t* sc
 }
 
 double Decoder::scale_at(const std::uint8_t* scales, std::size_t index) const {
-    return scale_->bits == 16 ? element_value(*scale_, code_of(scales, index)) : scales_[scales[index]];
+    if (scale_->bits < 16) return scales_[scales[index]];
+    const std::uint16_t code = code_of(scales, index);
+    const auto magnitude = static_cast<std::uint16_t>(code & kMagnitudeMask);
+    if (magnitude >= scale_convert_.infinity) return element_value(*scale_, code);
+    return code == magnitude ? scale_convert_(magnitude) : -scale_convert_(magnitude);
 }
 
 template Decoded Decoder::decode_narrow<4>(const std::uint8_t*, const std::uint8_t*, Box<Doubles>*, std::size_t) const;

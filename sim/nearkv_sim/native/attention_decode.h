@@ -54,6 +54,7 @@ private:
     const Format* scale_;
     std::size_t block_;
     ToDouble convert_;
+    ToDouble scale_convert_;
     std::vector<double> numbers_;  // of all codes of a narrow format
     std::vector<double> scales_;   // of all codes of a narrow scale format
 };

@@ -18,7 +18,8 @@ public:
 
     // Whether a descriptor's job is good; then its rows, lines and entries are known.
     bool look(const std::uint8_t* descriptor, std::int64_t* streamed) {
-        return find_addresses(descriptor) && find_entries(descriptor) && find_pages(streamed);
+        return find_addresses(descriptor) && find_factors(descriptor) && find_entries(descriptor) &&
+               find_pages(streamed);
     }
 
     void fill(Job& job, std::int64_t& result_line) const {
@@ -28,6 +29,8 @@ public:
         job.row_end = end_;
         job.query_line = queries_;
         job.sink_line = kind_.sink_lines ? sinks_ : -1;
+        job.factor = factor_;
+        job.output_scale = output_scale_;
         result_line = result_;
     }
 
@@ -59,6 +62,13 @@ private:
                find_run(descriptor, kAttendQueries, kind_.query_lines, queries_) &&
                find_run(descriptor, kAttendResult, kind_.result_lines, result_) &&
                (!kind_.sink_lines || find_run(descriptor, kAttendSinks, kind_.sink_lines, sinks_));
+    }
+
+    bool find_factors(const std::uint8_t* descriptor) {
+        constexpr std::uint32_t kExponent = 0x7F800000;
+        factor_ = static_cast<std::uint32_t>(field(descriptor, kAttendScoreFactor));
+        output_scale_ = static_cast<std::uint32_t>(field(descriptor, kAttendOutputScale));
+        return (factor_ & kExponent) != kExponent;
     }
 
     bool find_entries(const std::uint8_t* descriptor) {
@@ -119,6 +129,8 @@ private:
     std::int64_t queries_ = 0;
     std::int64_t result_ = 0;
     std::int64_t sinks_ = 0;
+    std::uint32_t factor_ = 0;
+    std::uint32_t output_scale_ = 0;
     std::int64_t begin_ = 0;
     std::int64_t end_ = 0;
     std::int64_t pages_ = 0;

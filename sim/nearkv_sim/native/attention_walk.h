@@ -8,7 +8,7 @@
 #include "attention_abi.h"
 
 // Looks at descriptors of one kind, [count][kLineBytes]. For each that is good: its job gets what the template lacks
-// (rows, entries, queries, sinks; a result goes to its place in `staging`), `result_lines` the line of its result,
+// (rows, entries, queries, sinks, factors; a result goes to its place in `staging`), `result_lines` the line of its result,
 // `streamed` [count][slices] the K and V lines of a pass, and `reads` [slices] grows by the lines read through the
 // fabric. For the others `result_lines` is -1. Nothing that a descriptor, table or entry holds leads beyond the memory.
 extern "C" [[gnu::visibility("default")]] void nearkv_walk(const nearkv::Device* device, const nearkv::Kind* kind,

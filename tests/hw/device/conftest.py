@@ -6,6 +6,7 @@ import secrets
 
 import pytest
 from nearkv_hw.abi import configure
+from nearkv_hw.features import FEATURES
 
 
 @pytest.fixture(params=["model", pytest.param("rtl", marks=pytest.mark.rtl)])
@@ -16,10 +17,13 @@ def open_port(request):
     def open_one():
         config = configure("small")
         if request.param == "model":
-            from nearkv_sim.model import ModelPort as Port
+            from nearkv_sim.model import ModelPort
+
+            opened.append(ModelPort(config, features=FEATURES))
         else:
-            from nearkv_sim.rtl import RtlPort as Port
-        opened.append(Port(config))
+            from nearkv_sim.rtl import RtlPort
+
+            opened.append(RtlPort(config))
         return opened[-1]
 
     open_one.kind = request.param

@@ -8,7 +8,7 @@ from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.descriptor import ATTEND
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import ENTRIES_PER_LINE, ENTRY, ENTRY_BYTES, ResultLayout
-from nearkv_hw.command.check import FEATURES
+from nearkv_hw.features import FEATURES
 from nearkv_sim.port import Read
 from raw_device import Aperture, Space, claim_descriptor, random_context
 

@@ -53,7 +53,7 @@ def place(aperture, space, given):
     log2, entries = given.work[0][0].page_rows_log2, max(pages, default=0) + 1
     words = bytearray(table_entry_lines(entries) * LINE_BYTES)
     for page, line in pages.items():
-        address = copy(line, given.work[0][0].page_lines)
+        address = copy(line, given.work[0][0].layout.page_lines)
         words[8 * page : 8 * page + 8] = ENTRY.pack_bytes(valid=1, line=address // LINE_BYTES)
     committed = max(job.row_end for job, _ in given.work)
     header = TABLE.pack_bytes(

@@ -5,7 +5,7 @@ from contextlib import closing
 import pytest
 from contract_cases import seed_of_run
 from nearkv_hw.abi import Status, configure
-from nearkv_hw.command.check import FEATURES
+from nearkv_hw.features import FEATURES
 from nearkv_sim.model import ModelPort
 from nearkv_sim.rtl import RtlPort
 from variant_jobs import Bench, random_job

@@ -10,7 +10,7 @@ from contract_cases import seed_of_run
 from expected import FORMS
 from nearkv_hw.abi.formats import ELEMENT_FORMATS, Special
 from nearkv_hw.abi.numerics import TOP_NONE
-from nearkv_sim.model import contract
+from nearkv_sim.model import contract, finishing
 
 
 def states(sums):
@@ -125,7 +125,7 @@ def assert_partial(got, want):
     assert states(got.denominator) == [want.denominator]
     assert states(got.numerators) == want.numerators
     for form, name in FORMS.items():
-        assert contract.finish(got, form)[0, 0].tolist() == oracle.finish(want, name)
+        assert finishing.finish(got, form)[0, 0].tolist() == oracle.finish(want, name)
 
 
 def test_weights_far_from_each_other():
@@ -215,4 +215,4 @@ def test_finish_rounds_like_the_oracle():
             torch.zeros(shape, dtype=torch.uint8),
         )
         for form, name in FORMS.items():
-            assert contract.finish(got, form)[0, 0].tolist() == oracle.finish(want, name)
+            assert finishing.finish(got, form)[0, 0].tolist() == oracle.finish(want, name)

@@ -1,0 +1,12 @@
+"""What the RTL has beyond plain jobs; the identity line says it, and tests open the model with as much."""
+
+from .abi import Feature
+
+FEATURES = (
+    Feature.NARROW
+    | Feature.SCALES
+    | Feature.SHORT_ROWS
+    | Feature.SOFTCAP
+    | Feature.ALIBI
+    | Feature.QUERY_ROWS
+)
