@@ -5,7 +5,9 @@ from .abi import Feature
 FEATURES = (
     Feature.NARROW
     | Feature.SCALES
+    | Feature.CODEBOOKS
     | Feature.SHORT_ROWS
+    | Feature.LATENT
     | Feature.SOFTCAP
     | Feature.ALIBI
     | Feature.QUERY_ROWS

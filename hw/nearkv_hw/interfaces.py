@@ -108,6 +108,8 @@ class UnitJob(data.Struct):
     window: 24  # rows up to the own one that are seen, zero for all
     kept: 24  # first rows of the context that a window leaves visible
     slopes: 1  # scores get a bias
+    codebook: 1  # codes of lut4 have numbers
+    latent: 1  # V is the first elements of the K row
     head_dim: 10
     value_dim: 10
     k_format: 4
@@ -128,15 +130,17 @@ class QueryLineKind(enum.Enum, shape=2):
     """What a line of the stream of queries holds."""
 
     QUERY = 0
-    SLOPES = 1
-    SINKS = 2
+    CODEBOOK = 1
+    SLOPES = 2
+    SINKS = 3
 
 
 class QueryLine(data.Struct):
     """A line of queries, or of a list that belongs to them, of the pass whose `UnitJob` came last.
 
-    Query lines come in order: query 0's lines, query 1's lines, ...; after them the lists of the job's query
-    heads, a float32 for each from bit 0 of the first line up: slopes, and sinks to the unit that adds them.
+    Query lines come in order: query 0's lines, query 1's lines, ...; after them a codebook (K's 16 fp16
+    numbers, then V's), and the lists of the job's query heads, a float32 for each from bit 0 of the first
+    line up: slopes, and sinks to the unit that adds them.
     """
 
     data: LINE_BITS

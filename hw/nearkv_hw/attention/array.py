@@ -22,6 +22,7 @@ from amaranth.lib import data, memory, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
+from ..abi.formats import LUT4, LUT_ENTRIES
 from ..abi.numerics import LIMB_BITS
 from ..arithmetic.binned import HELD_TOP_BITS, empty_top
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth, ElementDecoder
@@ -44,6 +45,7 @@ def array_operation(shape):
             "load": 1,  # the line is of a query: keep it
             "kind": CodeKind,  # what the line's codes are
             "width": CodeWidth,
+            "codebook": 1,  # codes choose numbers of the pass's codebook
             "parts": LineParts,
             "part": 2,  # which of them
             "count": range(shape.lanes + 1),  # the first so many lanes have an element
@@ -74,6 +76,18 @@ def row_dots(queries):
     )
 
 
+BOOK_ENTRIES = 2 * LUT_ENTRIES
+"""Numbers of a pass's codebook: K's, then V's."""
+
+
+class BookEntry(data.Struct):
+    """A number of a codebook on its way to the lanes."""
+
+    valid: 1
+    address: exact_log2(PASSES * BOOK_ENTRIES)  # of the pass, of V or K, and which
+    data: CODE_BITS
+
+
 class Array(wiring.Component):
     """Takes one line per cycle, K, V or query; never waits.
 
@@ -84,6 +98,7 @@ class Array(wiring.Component):
     Members
     -------
     operation, line : In : what to do (`array_operation`), and the line.
+    book : In(BookEntry) : keep a number of a codebook, from the next cycle on.
     scales, scale_kind : In : scales of every `SCALE_LANES` lanes, `scale_cycles` after the operation.
     weights : In : the row's weights of every query, `weight_cycles` after a value operation.
     row_valid, row : Out : dot products of a row (`row_dots`), `row_cycles` after its last line; ends of
@@ -106,6 +121,7 @@ class Array(wiring.Component):
             {
                 "operation": In(array_operation(shape)),
                 "line": In(CODE_BITS * shape.line_lanes),
+                "book": In(BookEntry),
                 "scales": In(data.ArrayLayout(CODE_BITS, shape.scale_groups)),
                 "scale_kind": In(CodeKind),
                 "weights": In(data.ArrayLayout(Weight, shape.queries)),
@@ -163,8 +179,16 @@ class Array(wiring.Component):
             m.submodules[f"decoder_{lane}"] = decoder = ElementDecoder()
             m.submodules[f"scaler_{lane}"] = scaler = Scaler()
             scale = scale_decoders[lane // SCALE_LANES]
+            m.submodules[f"book_{lane}"] = book = memory.Memory(
+                shape=CODE_BITS, depth=PASSES * BOOK_ENTRIES, init=[]
+            )
+            book_read, book_write = book.read_port(domain="comb"), book.write_port()
             m.d.comb += [
-                decoder.code.eq(codes[lane]),
+                book_read.addr.eq(Cat(codes[lane][: LUT4.bits], at_line.value, at_line.number)),
+                book_write.addr.eq(self.book.address),
+                book_write.data.eq(self.book.data),
+                book_write.en.eq(self.book.valid),
+                decoder.code.eq(Mux(at_line.codebook, book_read.data, codes[lane])),
                 decoder.kind.eq(at_line.kind),
                 decoder.present.eq(present[lane]),
             ]

@@ -5,7 +5,7 @@ from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
-from ..abi.formats import BF16, FP8_E4M3, FP16
+from ..abi.formats import BF16, FP8_E4M3, FP16, LUT4
 from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth, code_kind, code_width
 from ..arithmetic.scale import SCALE_KINDS
@@ -23,7 +23,9 @@ def row_codes(shape):
         {
             "kind": CodeKind,
             "width": CodeWidth,
+            "codebook": 1,  # codes are those of lut4
             "pitch": 2,  # log2 of the rows that share a line
+            "slot_shift": 1,  # log2 of the steps that each of these has
             "lines_last": range(shape.row_lines),  # last line of a row
             "parts": LineParts,  # steps of a line
             "step_shift": 3,  # log2 of the elements of a step
@@ -41,8 +43,8 @@ def parts_less_one(parts):
     return Cat(parts != LineParts.ONE, parts == LineParts.FOUR)
 
 
-def set_row_codes(shape, codes, *, dim, form, scale, block, pitch):
-    """Statements that work `row_codes` out from what a job says."""
+def set_row_codes(shape, codes, *, dim, row_dim, form, scale, block, pitch):
+    """Statements that work `row_codes` out from what a job says of the first `dim` elements of `row_dim`."""
     width, whole = code_width(form), exact_log2(shape.line_lanes)
     line_shift = whole + width  # log2 of the elements of a line
     row_shift = (line_shift - pitch)[:4]  # of those that a row has of it
@@ -57,7 +59,9 @@ def set_row_codes(shape, codes, *, dim, form, scale, block, pitch):
     return [
         codes.kind.eq(code_kind(form)),
         codes.width.eq(width),
+        codes.codebook.eq(form == LUT4.code),
         codes.pitch.eq(pitch),
+        codes.slot_shift.eq(row_shift != step_shift),
         codes.lines_last.eq(lines_less_one(dim, width, CODE_BITS * shape.line_lanes)),
         codes.parts.eq(line_shift - step_shift),
         codes.step_shift.eq(step_shift),
@@ -65,7 +69,7 @@ def set_row_codes(shape, codes, *, dim, form, scale, block, pitch):
         codes.count_last.eq(count_last),
         codes.scale.eq(scale),
         codes.block.eq(block),
-        codes.scale_shift.eq(scale_shift(dim, scale, block)),
+        codes.scale_shift.eq(scale_shift(row_dim, scale, block)),
     ]
 
 

@@ -322,7 +322,7 @@ class _PassRecord(wiring.Component):
                 self.lines.eq(0),
             ]
         with m.Elif(self.taken):
-            m.d.sync += [self.some.eq(self.some | self.value), self.lines.eq(self.lines + 1)]
+            m.d.sync += [self.some.eq(1), self.lines.eq(self.lines + 1)]
             with m.If((self.status == Status.OK) & (self.fault != Fault.NONE)):
                 m.d.sync += [
                     self.status.eq(Mux(self.fault == Fault.POISON, Status.POISON, Status.PAGE_DENIED)),

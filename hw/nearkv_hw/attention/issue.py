@@ -5,7 +5,9 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
+from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth
+from ..common.queue import Queue
 from ..interfaces import PAGE_BITS, Fault, ReadResponse
 from .array import Array, array_operation
 from .codes import Scales, parts_less_one, row_codes
@@ -32,6 +34,7 @@ class Issue(wiring.Component):
 
     A line with codes for more elements than there are lanes, or with several rows, takes a cycle for each
     part of it.
+    Where V lies in the K rows its lines are kept when they are taken for K, and are not read again.
     A K line waits until its pass is loaded and the score queue has room, a V line until its row's weights
     are there and the earlier pass of its bank is drained, any line while a query line enters. Reads of sums
     take cycles without a V line; one that is `urgent` goes before the V line.
@@ -39,6 +42,7 @@ class Issue(wiring.Component):
     Parameters
     ----------
     shape : UnitShape.
+    outstanding : lines whose tags may wait.
 
     Members
     -------
@@ -57,8 +61,9 @@ class Issue(wiring.Component):
     waiting : Out : a line has come and was not taken, or some of its parts are still to come.
     """
 
-    def __init__(self, *, shape):
+    def __init__(self, *, shape, outstanding):
         self.shape = shape
+        self.row_depth = 1 << (WEIGHT_SLOTS * shape.row_lines + outstanding).bit_length()
         super().__init__(
             {
                 "tags": In(stream.Signature(line_tag(shape))),
@@ -114,7 +119,14 @@ class Issue(wiring.Component):
             load_now.eq(chosen(self.passes, self.loads.payload.number)),
         ]
         codes = Signal(row_codes(self.shape))
-        line_done, row_done = Signal(), Signal()
+        line_done, row_done, passes_on = Signal(), Signal(), Signal()
+        # lines of K rows in which V lies, too; as many as there can be between K and V
+        m.submodules.rows = rows = Queue(shape=LINE_BITS, depth=self.row_depth)
+        again, here, line = Signal(), Signal(), Signal(LINE_BITS)
+        line_of_row, v_lines_last = Signal(range(self.shape.row_lines)), k_now.v.lines_last
+        m.d.comb += again.eq(is_v & v_now.latent)
+        with m.If(score & line_done):
+            m.d.sync += line_of_row.eq(Mux(row_done, 0, line_of_row + 1))
         short = codes.pitch.any()
         parts, part = Signal(2), Signal(2)
         m.d.comb += [
@@ -124,7 +136,7 @@ class Issue(wiring.Component):
             line_done.eq(
                 Mux(short, row_done & (rows_done == tag.rows), row_done | ((step & parts) == parts))
             ),
-            part.eq(Mux(short, ((tag.place + rows_done) << codes.steps_last[0]) + step, step & parts)),
+            part.eq(Mux(short, ((tag.place + rows_done) << codes.slot_shift) + step, step & parts)),
         ]
         with m.If(score | value):
             m.d.sync += [
@@ -133,18 +145,19 @@ class Issue(wiring.Component):
             ]
         m.d.comb += [
             self.loads.ready.eq(1),
-            score.eq(is_kind[LineKind.K] & self.lines.valid & ~load & k_loaded & (~row_start | (room != 0))),
+            here.eq(Mux(again, rows.o.valid, self.lines.valid)),
+            line.eq(Mux(again, rows.o.payload, self.lines.payload.data)),
+            score.eq(is_kind[LineKind.K] & here & ~load & k_loaded & (~row_start | (room != 0))),
             value.eq(
                 is_kind[LineKind.V]
-                & self.lines.valid
+                & here
                 & ~load
                 & ~(self.reads.valid & self.urgent)
                 & v_room
                 & (~row_start | (weighed != 0))
             ),
             scales.eq(
-                self.lines.valid
-                & ((is_kind[LineKind.K_SCALES] & k_loaded) | (is_kind[LineKind.V_SCALES] & v_loaded))
+                here & ((is_kind[LineKind.K_SCALES] & k_loaded) | (is_kind[LineKind.V_SCALES] & v_loaded))
             ),
         ]
         m.d.sync += weighed.eq(weighed - (value & row_start) + self.row_weighed)
@@ -158,8 +171,12 @@ class Issue(wiring.Component):
         m.d.comb += [
             k_end.eq(is_kind[LineKind.K_END] & ~load & k_loaded & (room != 0)),
             v_end.eq(is_kind[LineKind.V_END] & v_loaded & v_room),
-            self.taken.eq(((score | value) & line_done) | scales),
-            self.tags.ready.eq(self.taken | k_end | v_end),
+            passes_on.eq(((score | value) & line_done) | scales),
+            self.taken.eq(passes_on & ~again),
+            rows.o.ready.eq(passes_on & again),
+            rows.i.valid.eq(passes_on & k_now.latent & ~is_v & (scales | (line_of_row <= v_lines_last))),
+            rows.i.payload.eq(self.lines.payload.data),
+            self.tags.ready.eq(passes_on | k_end | v_end),
             self.lines.ready.eq(self.taken),
             self.waiting.eq(self.lines.valid & ~self.taken),
             *(self.k_ended[number].eq(k_end & (k_number == number)) for number in range(PASSES)),
@@ -183,7 +200,7 @@ class Issue(wiring.Component):
         m.d.comb += [
             kept.load.eq(scales),
             kept.load_value.eq(is_v),
-            kept.line.eq(self.lines.payload.data),
+            kept.line.eq(line),
             kept.row.eq(tag.row),
             kept.step.eq(score | value),
             kept.value.eq(is_v),
@@ -201,6 +218,7 @@ class Issue(wiring.Component):
             self.operation.end.eq(k_end),
             self.operation.kind.eq(Mux(load, load_now.query_kind, codes.kind)),
             self.operation.width.eq(Mux(load, CodeWidth.WHOLE, codes.width)),
+            self.operation.codebook.eq(~load & codes.codebook),
             self.operation.parts.eq(Mux(load, LineParts.ONE, codes.parts)),
             self.operation.part.eq(part),
             self.operation.count.eq(Mux(load, self.loads.payload.count, count)),
@@ -216,7 +234,7 @@ class Issue(wiring.Component):
             self.operation.read_query.eq(self.reads.payload.query),
             self.operation.read_line.eq(self.reads.payload.line),
             self.operation.read_groups.eq(self.reads.payload.groups),
-            self.line.eq(Mux(load, self.loads.payload.data, self.lines.payload.data)),
+            self.line.eq(Mux(load, self.loads.payload.data, line)),
         ]
         shown = slot
         for _ in range(Array.weight_cycles - 1):

@@ -10,6 +10,7 @@ from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, code_kind
 from ..arithmetic.score import FLOAT_BITS, Factor, FactorDecoder
 from ..interfaces import POSITION_BITS, TENANT_BITS, QueryLine, QueryLineKind, UnitJob
+from .array import BOOK_ENTRIES, BookEntry
 from .codes import row_codes, set_row_codes
 from .scoring import Sight, opening, query_parameters
 from .shape import BANKS, PASSES
@@ -31,6 +32,7 @@ def pass_parameters(shape):
             "cap": Factor,
             "sight": Sight,
             "biased": 1,
+            "latent": 1,
         }
     )
 
@@ -70,6 +72,7 @@ class Loader(wiring.Component):
     loads : Out(stream) : query lines for the cells.
     openings : Out(stream) : the sinks, after the last query line.
     parameters : Out : parameters of one query (`query_parameters`), before the opening.
+    book : Out : a number of the pass's codebook, for the array.
     k_ended : In : the pass of that number has no more K.
     freed : In : the pass of that number is over.
     passes : Out : parameters of the passes.
@@ -86,6 +89,7 @@ class Loader(wiring.Component):
                 "loads": Out(stream.Signature(query_load(shape))),
                 "openings": Out(stream.Signature(opening(shape.queries))),
                 "parameters": Out(query_parameters(shape.queries)),
+                "book": Out(BookEntry),
                 "k_ended": In(PASSES),
                 "freed": In(PASSES),
                 "passes": Out(data.ArrayLayout(pass_parameters(shape), PASSES)),
@@ -115,7 +119,12 @@ class Loader(wiring.Component):
         ]
         now = Signal(pass_parameters(self.shape))  # of the pass that is being loaded
         query_count_last = Signal(range(self.shape.line_lanes + 1))
-        sinks, lists, listed = Signal(), Signal(), Signal()
+        sinks, lists, listed, codebook = Signal(), Signal(), Signal(), Signal()
+        entry = Signal(range(BOOK_ENTRIES))
+        m.d.comb += [
+            self.book.address.eq(Cat(entry, number)),
+            self.book.data.eq(self.queries.payload.data.word_select(entry, CODE_BITS)),
+        ]
         # the query whose parameters come next: its head, and its row's position
         head, position = Signal(8), Signal(signed(POSITION_BITS))
         group = Signal(8)
@@ -178,6 +187,11 @@ class Loader(wiring.Component):
             self.parameters.slope.eq(slope.factor),
         ]
         job = self.jobs.payload
+        names = {"form": "format", "scale": "scale", "block": "block", "pitch": "pitch"}
+        stored = {"k": {name: job[f"k_{field}"] for name, field in names.items()}}
+        stored["v"] = {
+            name: Mux(job.latent, job[f"k_{field}"], job[f"v_{field}"]) for name, field in names.items()
+        }
         with m.FSM():
             with m.State("job"):
                 m.d.comb += self.jobs.ready.eq(~(opened & own).any())
@@ -186,15 +200,12 @@ class Loader(wiring.Component):
                         now.tenant.eq(job.tenant),
                         *(
                             statement
-                            for rows, dim in (("k", job.head_dim), ("v", job.value_dim))
+                            for rows, dim, row_dim in (
+                                ("k", job.head_dim, job.head_dim),
+                                ("v", job.value_dim, Mux(job.latent, job.head_dim, job.value_dim)),
+                            )
                             for statement in set_row_codes(
-                                self.shape,
-                                now[rows],
-                                dim=dim,
-                                form=job[f"{rows}_format"],
-                                scale=job[f"{rows}_scale"],
-                                block=job[f"{rows}_block"],
-                                pitch=job[f"{rows}_pitch"],
+                                self.shape, now[rows], dim=dim, row_dim=row_dim, **stored[rows]
                             )
                         ),
                         now.query_kind.eq(code_kind(job.query_format)),
@@ -209,6 +220,8 @@ class Loader(wiring.Component):
                         now.sight.window.eq(job.window),
                         now.sight.kept.eq(job.kept),
                         now.biased.eq(job.slopes),
+                        now.latent.eq(job.latent),
+                        codebook.eq(job.codebook),
                         code.eq(job.score_factor),
                         cap_code.eq(job.softcap),
                         now.capped.eq(job.softcap.any()),
@@ -240,8 +253,19 @@ class Loader(wiring.Component):
                     with m.If(self.loads.payload.last):
                         m.d.sync += query.eq(query + 1)
                         with m.If(query + 1 == now.queries):
-                            m.d.sync += [query.eq(0), list_line.eq(0)]
+                            m.d.sync += [query.eq(0), list_line.eq(0), entry.eq(0)]
                             m.next = "lists"
+                            with m.If(codebook):
+                                m.next = "codebook"
+            with m.State("codebook"):
+                m.d.comb += [
+                    self.book.valid.eq(self.queries.valid),
+                    self.queries.ready.eq(entry == BOOK_ENTRIES - 1),
+                ]
+                with m.If(self.queries.valid):
+                    m.d.sync += entry.eq(entry + 1)
+                    with m.If(self.queries.ready):
+                        m.next = "lists"
             with m.State("lists"):
                 m.d.comb += [lists.eq((now.biased | sinks) & ~done), self.queries.ready.eq(lists)]
                 last_line = list_line == (group - 1) >> _LIST_SHIFT

@@ -60,6 +60,7 @@ def geometry(shape):
     return data.StructLayout(
         {
             "tenant": TENANT_BITS,
+            "latent": 1,  # V lies in the K rows: its lines are not asked for
             "k": row_lines(shape),
             "v": row_lines(shape),
         }
@@ -155,6 +156,7 @@ class Streamer(wiring.Component):
         blocks = {kind: Signal(_Block, name=f"{kind}_block") for kind in ("k", "v")}
         line = Signal(range(self.shape.row_lines))
         now, tenant = Signal(row_lines(self.shape)), Signal(TENANT_BITS)  # of the block under way
+        latent = Signal()
         active, is_v = Signal(), Signal()
         block = Signal(_Block)
         m.d.comb += block.eq(Mux(is_v, blocks["v"], blocks["k"]))
@@ -171,7 +173,7 @@ class Streamer(wiring.Component):
             rows.eq(Mux(block.rows < room, block.rows, room)),
             block_end.eq(block.end | (row_end & (block.rows == rows))),
             step.eq(active & requests.i.ready & tags.i.ready),
-            requests.i.valid.eq(step & ~block.end),
+            requests.i.valid.eq(step & ~block.end & ~(is_v & latent)),
             requests.i.payload.line.eq(Mux(block.due, block.scales, block.line)),
             requests.i.payload.tenant.eq(tenant),
             tags.i.valid.eq(step),
@@ -293,6 +295,7 @@ class Streamer(wiring.Component):
                     is_v.eq(1),
                     now.eq(v_geometry.v),
                     tenant.eq(v_geometry.tenant),
+                    latent.eq(v_geometry.latent),
                     blocks["v"].eq(values.o.payload),
                     slots.eq(slots + values.o.payload.rows),
                 ]

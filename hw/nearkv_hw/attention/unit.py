@@ -98,7 +98,7 @@ class AttentionUnit(wiring.Component):
         m.submodules.scoring = scoring = Scoring(queries=self.shape.queries, pipes=self.weight_pipes)
         m.submodules.loader = loader = Loader(shape=shape)
         m.submodules.streamer = streamer = Streamer(shape=shape, outstanding=self.outstanding)
-        m.submodules.issue = issue = Issue(shape=shape)
+        m.submodules.issue = issue = Issue(shape=shape, outstanding=self.outstanding)
         m.submodules.drain = drain = Drain(shape=shape)
         m.submodules.jobs = jobs = Queue(shape=UnitJob, depth=2)
         m.submodules.query_lines = query_lines = Queue(shape=QueryLine, depth=4)
@@ -134,6 +134,7 @@ class AttentionUnit(wiring.Component):
             issue.row_weighed.eq(scoring.row_weighed),
             array.operation.eq(issue.operation),
             array.line.eq(issue.line),
+            array.book.eq(loader.book),
             array.scales.eq(issue.scales),
             array.scale_kind.eq(issue.scale_kind),
             array.weights.eq(scoring.weights),
@@ -206,6 +207,7 @@ class AttentionUnit(wiring.Component):
 def _row_lines(geometry, parameters):
     """Statements that give the order of lines what it depends on."""
     yield geometry.tenant.eq(parameters.tenant)
+    yield geometry.latent.eq(parameters.latent)
     for kind in ("k", "v"):
         codes = parameters[kind]
         yield geometry[kind].last.eq(codes.lines_last)

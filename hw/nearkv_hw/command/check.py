@@ -19,10 +19,20 @@ from ..abi.descriptor import (
     NOP,
     OPTION_ALIBI,
     OPTION_CAUSAL,
+    OPTION_CODEBOOK,
+    OPTION_LATENT,
     Opcode,
     Status,
 )
-from ..abi.formats import ELEMENT_FORMATS, QUERY_FORMATS, SCALED_BITS, OutputForm
+from ..abi.formats import (
+    LUT4,
+    LUT_SCALES,
+    QUERY_FORMATS,
+    ROW_FORMATS,
+    SCALE_FORMATS,
+    SCALED_BITS,
+    OutputForm,
+)
 from ..abi.lines import LINE_BITS, LINE_BYTES, LINE_SHIFT
 from ..abi.numerics import SOFTCAP_LIMIT
 from ..abi.rows import BLOCK_CODES, SCALES_BY_CODE
@@ -31,7 +41,9 @@ from ..interfaces import LINE_ADDRESS_BITS
 from ..structs import layout_of
 from .records import Checked, Posted, WalkRead
 
-_CAUSAL, _ALIBI = (option.bit_length() - 1 for option in (OPTION_CAUSAL, OPTION_ALIBI))
+_OPTIONS = (OPTION_CAUSAL, OPTION_LATENT, OPTION_ALIBI, OPTION_CODEBOOK)
+_CAUSAL, _LATENT, _ALIBI, _CODEBOOK = (option.bit_length() - 1 for option in _OPTIONS)
+_LUT_SCALES = [SCALE_FORMATS[name] for name in LUT_SCALES]
 _EXPONENT = slice(23, 31)  # of a float32
 
 
@@ -91,7 +103,7 @@ class Check(wiring.Component):
             Status.BAD_OPCODE: ~_among(attend.opcode, Opcode),
             Status.BAD_FLAGS: self._bad_flags(attend, more),
             Status.NO_UNITS: is_attend if self.units == 0 else Const(0),
-            Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend, extended),
+            Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend, extended, more.options[_LATENT]),
             Status.BAD_FORMAT: is_attend & _bad_format(attend, more),
             Status.BAD_FACTOR: is_attend
             & (attend.score_factor[_EXPONENT].all() | (more.softcap > SOFTCAP_LIMIT)),
@@ -146,6 +158,9 @@ class Check(wiring.Component):
             job.causal.eq(more.options[_CAUSAL] | more.window.any()),
             job.slopes.eq(more.options[_ALIBI]),
             job.slopes_line.eq(more.slopes),
+            job.codebook.eq(more.options[_CODEBOOK]),
+            job.codebook_line.eq(more.codebooks),
+            job.latent.eq(more.options[_LATENT]),
         ]
 
         with m.FSM():
@@ -200,6 +215,11 @@ class Check(wiring.Component):
                     | (~positioned & more.first_position.any())
                     | (~more.window.any() & more.kept.any())
                     | (~more.options[_ALIBI] & more.slopes.any())
+                    | (~more.options[_CODEBOOK] & more.codebooks.any())
+                    | (
+                        more.options[_LATENT]
+                        & Cat(attend.v_format, more.v_scale, more.v_block, more.v_pitch).any()
+                    )
                 )
             )
         )
@@ -214,6 +234,7 @@ class Check(wiring.Component):
             | self._outside(attend.result)
             | (sinks & self._outside(attend.sinks))
             | (more.slopes >> self.capacity_lines.bit_length() - 1).any()
+            | (more.codebooks >> self.capacity_lines.bit_length() - 1).any()
         )
 
     def _outside(self, address):
@@ -225,7 +246,7 @@ def _among(value, choices):
     return Cat(value == int(choice) for choice in choices).any()
 
 
-def _bad_geometry(attend, extended):
+def _bad_geometry(attend, extended, latent):
     return Cat(
         attend.head_dim == 0,
         attend.head_dim > MAX_HEAD_DIM,
@@ -233,6 +254,7 @@ def _bad_geometry(attend, extended):
         attend.value_dim > MAX_VALUE_DIM,
         attend.group == 0,
         attend.group > MAX_GROUP,
+        latent & (attend.value_dim > attend.head_dim),
         attend.query_rows == 0,
         (attend.query_rows != 1) & ~extended,
         attend.page_rows_log2 < MIN_PAGE_ROWS_LOG2,
@@ -241,21 +263,27 @@ def _bad_geometry(attend, extended):
 
 
 def _bad_format(attend, more):
-    whole = [form.code for form in ELEMENT_FORMATS.values() if form.bits > SCALED_BITS]
+    whole = [form.code for form in ROW_FORMATS.values() if form.bits > SCALED_BITS]
+    latent = more.options[_LATENT]
+    codebook = (attend.k_format == LUT4.code) | ((attend.v_format == LUT4.code) & ~latent)
     wrong = [
         ~_among(attend.query_format, [form.code for form in QUERY_FORMATS.values()]),
         ~_among(attend.output_form, OutputForm),
+        codebook != more.options[_CODEBOOK],
     ]
     for rows, dim in (("k", "head"), ("v", "value")):
         form, scale, block = attend[f"{rows}_format"], more[f"{rows}_scale"], more[f"{rows}_block"]
-        wrong += [
-            ~_among(form, [form.code for form in ELEMENT_FORMATS.values()]),
+        not_with_lut4 = [code for code, of in SCALES_BY_CODE.items() if of not in _LUT_SCALES]
+        bad = [
+            ~_among(form, [form.code for form in ROW_FORMATS.values()]),
+            (form == LUT4.code) & _among(scale, not_with_lut4),
             ~_among(scale, [0, *SCALES_BY_CODE]),
             ~_among(block, BLOCK_CODES.values()),
             scale.any() & _among(form, whole),
             block.any() & ~scale.any(),
             _bad_pitch(more[f"{rows}_pitch"], attend[f"{dim}_dim"], code_width(form)),
         ]
+        wrong += bad if rows == "k" else [Cat(bad).any() & ~latent]
     return Cat(wrong).any()
 
 
@@ -266,9 +294,9 @@ def _bad_pitch(pitch, dim, width):
 
 
 _ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
-_FIELDS_HAD = (*_ROW_FIELDS, "softcap", "window", "kept", "first_position", "slopes")
+_FIELDS_HAD = (*_ROW_FIELDS, "softcap", "window", "kept", "first_position", "slopes", "codebooks")
 _EXTENSION_NOT_HAD = ((1 << LINE_BITS) - 1) & ~(
     sum(((1 << EXTENSION[name].width) - 1) << EXTENSION.offset(name) for name in _FIELDS_HAD)
-    | (OPTION_CAUSAL | OPTION_ALIBI) << EXTENSION.offset("options")
+    | sum(_OPTIONS) << EXTENSION.offset("options")
 )
 """Bits of an extension that must be zero."""

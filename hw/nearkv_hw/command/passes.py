@@ -23,6 +23,7 @@ PASS = data.StructLayout(
 """All that the blocks behind need to know of a pass."""
 
 _ENTRIES_SHIFT = ENTRIES_PER_LINE.bit_length() - 1
+_LISTS = [name + part for name in ("codebook", "slopes", "sinks") for part in ("", "_line")]
 _LIST_SHIFT = (LINE_BYTES // WORD_BYTES).bit_length() - 1
 
 
@@ -130,6 +131,8 @@ class Passes(wiring.Component):
             "softcap",
             "sinks",
             "slopes",
+            "codebook",
+            "latent",
             "group",
             "position",
             "causal",
@@ -150,10 +153,7 @@ class Passes(wiring.Component):
             out.query_work.line.eq(query_line),
             out.query_work.lines.eq(lines_of_heads),
             out.query_work.list_lines.eq((plan.group + (1 << _LIST_SHIFT) - 1) >> _LIST_SHIFT),
-            *(
-                out.query_work[name].eq(plan[name])
-                for name in ("slopes", "slopes_line", "sinks", "sinks_line")
-            ),
+            *(out.query_work[name].eq(plan[name]) for name in _LISTS),
             out.entry_run.tenant.eq(plan.tenant),
             out.entry_run.line.eq(entry_line),
             out.entry_run.count.eq(entry_count),

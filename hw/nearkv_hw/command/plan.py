@@ -125,9 +125,11 @@ class Planner(wiring.Component):
     def _place(self, m, divided, out):
         measured = divided.measured
         checked, job, plan = measured.checked, measured.checked.job, out.plan
-        work, page_rows = plan.work, Signal(14)
+        work, page_rows, page_lines = plan.work, Signal(14), Signal(19)
         in_page = Cat(n < job.page_rows_log2 for n in range(MAX_PAGE_ROWS_LOG2))  # page_rows - 1, but fast
         k_lines, v_lines = (divided[rows].codes + divided[rows].scales for rows in ("k", "v"))
+        latent = job.latent
+        v_from = Mux(latent, divided.k, divided.v)
         last_in_page = measured.last_row[:MAX_PAGE_ROWS_LOG2] & in_page
         m.d.comb += [
             page_rows.eq(1 << job.page_rows_log2),
@@ -135,7 +137,7 @@ class Planner(wiring.Component):
             out.row_end.eq(job.row_end),
             out.last_page.eq(measured.last_row >> job.page_rows_log2),
             out.bad_rows.eq(measured.bad_rows),
-            out.bad_page.eq((k_lines + v_lines) > EXTENT_BYTES // LINE_BYTES),
+            out.bad_page.eq(page_lines > EXTENT_BYTES // LINE_BYTES),
             *(plan[name].eq(job[name]) for name in _KEPT),
             plan.queries.eq(job.group * job.query_rows),
             plan.query_lines.eq(measured.query_lines),
@@ -148,14 +150,15 @@ class Planner(wiring.Component):
             work.first_begin.eq(measured.begin),
             work.last_end.eq(last_in_page + 1),
             work.page_rows.eq(page_rows),
-            work.page_lines.eq(k_lines + v_lines),
+            page_lines.eq(k_lines + Mux(latent, 0, v_lines)),
+            work.page_lines.eq(page_lines),
             work.k_scales.eq(divided.k.codes),
-            work.v_offset.eq(k_lines),
-            work.v_scales.eq(k_lines + divided.v.codes),
+            work.v_offset.eq(Mux(latent, 0, k_lines)),
+            work.v_scales.eq(Mux(latent, divided.k.codes, k_lines + divided.v.codes)),
             work.k_first.eq(divided.k.codes_first),
             work.k_scales_first.eq(divided.k.scales_first),
-            work.v_first.eq(divided.v.codes_first),
-            work.v_scales_first.eq(divided.v.scales_first),
+            work.v_first.eq(v_from.codes_first),
+            work.v_scales_first.eq(v_from.scales_first),
         ]
 
 

@@ -12,6 +12,7 @@ from .records import Outcome, QueryWork, Run, WalkLine
 
 _PARTS = (  # in their order: kind, where its first line is, how many there are
     (QueryLineKind.QUERY, "line", lambda work: work.lines),
+    (QueryLineKind.CODEBOOK, "codebook_line", lambda work: work.codebook),
     (QueryLineKind.SLOPES, "slopes_line", lambda work: Mux(work.slopes, work.list_lines, 0)),
     (QueryLineKind.SINKS, "sinks_line", lambda work: Mux(work.sinks, work.list_lines, 0)),
 )
@@ -53,7 +54,7 @@ class QueryRuns(wiring.Component):
 
 
 class QueryFeed(wiring.Component):
-    """Hands every unit the query lines and the slopes of each pass, and the first unit the sinks.
+    """Hands every unit the query lines, codebook and slopes of each pass, and the first unit the sinks.
 
     Parameters
     ----------
@@ -107,8 +108,8 @@ class QueryFeed(wiring.Component):
         total = Signal(9)
         for_all = Signal(9)
         m.d.comb += [
-            for_all.eq(left[0] + left[1]),
-            total.eq(for_all + left[2]),
+            for_all.eq(left[0] + left[1] + left[2]),
+            total.eq(for_all + left[3]),
             fork.i.valid.eq(streaming & self.lines.valid),
             self.lines.ready.eq(streaming & fork.i.ready),
             fork.i.payload.to.eq(Mux(sinks, 1, (1 << self.units) - 1)),

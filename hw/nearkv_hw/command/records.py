@@ -42,6 +42,7 @@ class Job(data.Struct):
     result_line: LINE_ADDRESS_BITS
     sinks_line: LINE_ADDRESS_BITS
     slopes_line: LINE_ADDRESS_BITS
+    codebook_line: LINE_ADDRESS_BITS
     row_begin: 32
     row_end: 32
     position: signed(POSITION_BITS)  # of the first query row
@@ -68,6 +69,8 @@ class Job(data.Struct):
     kv_head: 11
     sinks: 1
     slopes: 1
+    codebook: 1
+    latent: 1
 
 
 class Claim(data.Struct):
@@ -128,6 +131,7 @@ class Plan(data.Struct):
     result_line: LINE_ADDRESS_BITS
     sinks_line: LINE_ADDRESS_BITS
     slopes_line: LINE_ADDRESS_BITS
+    codebook_line: LINE_ADDRESS_BITS
     entry_base: LINE_ADDRESS_BITS + 1  # the line with the first page's entry, were it of KV head 0
     entry_lines: 30  # lines of one head's entries; known once the table's header is
     kv_head: 11
@@ -155,6 +159,8 @@ class Plan(data.Struct):
     form: OutputForm
     sinks: 1
     slopes: 1
+    codebook: 1
+    latent: 1
     work: PageWork
 
 
@@ -202,6 +208,8 @@ class QueryWork(data.Struct):
     tenant: TENANT_BITS
     line: LINE_ADDRESS_BITS
     lines: 8  # query lines, at most 16 queries of 8 lines
+    codebook: 1
+    codebook_line: LINE_ADDRESS_BITS
     list_lines: LIST_LINES_BITS  # lines of each list
     slopes: 1
     slopes_line: LINE_ADDRESS_BITS

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from attention_golden import PartialGolden, decode_all, float32_bits, partial, scaled
 from nearkv_hw.abi.formats import (
     BF16,
-    ELEMENT_FORMATS,
     FP16,
+    LUT4,
+    LUT_SCALES,
+    ROW_FORMATS,
     SCALE_BLOCKS,
     SCALE_CODES,
     SCALE_FORMATS,
@@ -103,6 +105,8 @@ class Passes:
         first_row=0,
         golden=True,
         scale_codes=None,
+        books=None,
+        latent=False,
         rng=None,
     ):
         """Add a pass.
@@ -119,12 +123,16 @@ class Passes:
         group : query heads of a query row; all queries are of one row if not given.
         position : of the first query row.
         sight : causal, window and kept rows; all rows are seen if not given.
+        books : fp16 codes that codes of lut4 stand for, K's 16 and V's, or None.
+        latent : V is the first elements of the K rows; `values` and what is said of V are not looked at.
         sinks : float32 bits per query, or None.
         page_rows : rows of a page.
         first_row : rows of the first page that come before the first one.
         golden : compute what is expected; without it only lines and statuses are.
         """
         head_dim, group = len(q[0]), group or len(q)
+        if latent:
+            values, v_format, v_scales, v_pitch = [], BF16, None, 0
         self.jobs.append(
             {
                 "tenant": 1,
@@ -140,6 +148,8 @@ class Passes:
                 "v_pitch": v_pitch,
                 "sinks": int(sinks is not None),
                 "slopes": int(slopes is not None),
+                "codebook": int(books is not None),
+                "latent": int(latent),
                 "first": 1,
                 "group": group,
                 "position": position,
@@ -148,6 +158,8 @@ class Passes:
         )
         areas = {"k": (rows, k_format, k_scales, head_dim), "v": (values, v_format, v_scales, value_dim)}
         pitches = {"k": k_pitch, "v": v_pitch}
+        if latent:
+            del areas["v"]
         scales = dict(scale_codes or {})
         for kind, (stored, _, how, dim) in areas.items():
             if how:
@@ -159,6 +171,9 @@ class Passes:
             for query in q
             for line in self._lines(query, q_format)
         ]
+        if books:
+            data = sum(code << 16 * n for n, code in enumerate([*books[0], *books[1]]))
+            query_lines.append({"data": data, "kind": QueryLineKind.CODEBOOK.value, "last": 0})
         for kind, listed in ((QueryLineKind.SLOPES, slopes), (QueryLineKind.SINKS, sinks)):
             for begin in range(0, len(listed or []), 16):
                 data = sum(bits << 32 * n for n, bits in enumerate(listed[begin : begin + 16]))
@@ -187,15 +202,15 @@ class Passes:
             item["row"] %= LINE_BYTES
             self.pages.append(item)
         self.pages.append({"last": 1})
-        k, v = (
-            [decode_all(row, form) for row in stored]
-            if how is None
-            else [
-                decode_scaled(row, form, codes_, how)
-                for row, codes_ in zip(stored, scales[kind], strict=True)
+        decoded = {}
+        for kind, (stored, form, how, _) in areas.items():
+            book = books["kv".index(kind)] if books else None
+            decoded[kind] = [
+                decode_row(row, form, book, scales[kind][n] if how else None, how)
+                for n, row in enumerate(stored)
             ]
-            for kind, (stored, form, how, _) in areas.items()
-        )
+        k = decoded["k"]
+        v = [row[:value_dim] for row in k] if latent else decoded["v"]
         partials = [
             partial(
                 decode_all(query, q_format),
@@ -260,13 +275,13 @@ def _scale_lines(scales, how, dim, first):
     return [bits >> LINE_BITS * n & (1 << LINE_BITS) - 1 for n in range(count)]
 
 
-def decode_scaled(row, form, scales, how):
-    """Decode a row with scales."""
+def decode_row(row, form, book, scales, how):
+    """Decode a row, with its codebook and its scales if it has any."""
+    elements = [FP16.decode(book[code]) for code in row] if form is LUT4 else decode_all(row, form)
+    if how is None:
+        return elements
     decoded = decode_all(scales, how.format)
-    return [
-        scaled(element, decoded[n // (how.block or len(row))])
-        for n, element in enumerate(decode_all(row, form))
-    ]
+    return [scaled(element, decoded[n // (how.block or len(row))]) for n, element in enumerate(elements)]
 
 
 def codes(rng, format, count, kind="plain"):
@@ -280,7 +295,11 @@ def codes(rng, format, count, kind="plain"):
     for _ in range(count):
         code = rng.getrandbits(format.bits)
         if format.bits < 16:
-            while format.decode(code).special and rng.random() < (0.9 if kind == "special" else 0.995):
+            while (
+                not format.codebook
+                and format.decode(code).special
+                and rng.random() < (0.9 if kind == "special" else 0.995)
+            ):
                 code = rng.getrandbits(format.bits)
             if format.name == "e8m0" and kind == "scale" and rng.random() < 0.9:
                 code = rng.randrange(110, 140)
@@ -323,9 +342,12 @@ def random_pass(passes, rng, queries):
         rows = min(rows, 20)
     kind = rng.choice(["plain", "plain", "wide", "any", "special"])
     q_format = rng.choice([BF16, FP16])
-    k_format, v_format = (rng.choice([BF16, FP16, *ELEMENT_FORMATS.values()]) for _ in range(2))
+    latent = value_dim <= head_dim and rng.random() < 0.3
+    k_format, v_format = (rng.choice([BF16, FP16, *ROW_FORMATS.values()]) for _ in range(2))
     k_scales, v_scales = (
-        RowScales(rng.choice(list(SCALE_FORMATS)), rng.choice([None, *SCALE_BLOCKS]))
+        RowScales(
+            rng.choice(LUT_SCALES if form is LUT4 else list(SCALE_FORMATS)), rng.choice([None, *SCALE_BLOCKS])
+        )
         if form.bits <= 8 and rng.random() < 0.8
         else None
         for form in (k_format, v_format)
@@ -366,6 +388,10 @@ def random_pass(passes, rng, queries):
         group=group,
         position=rng.randint(-3, 60),
         sight=sight,
+        latent=latent,
+        books=[codes(rng, FP16, 16, kind) for _ in range(2)]
+        if LUT4 in (k_format, BF16 if latent else v_format)
+        else None,
         page_rows=rng.choice([4, 8, 16, 64]),
         first_row=rng.choice([0, 0, rng.randrange(64)]),
         rng=rng,
