@@ -129,7 +129,8 @@ class Planner(wiring.Component):
         in_page = Cat(n < job.page_rows_log2 for n in range(MAX_PAGE_ROWS_LOG2))  # page_rows - 1, but fast
         k_lines, v_lines = (divided[rows].codes + divided[rows].scales for rows in ("k", "v"))
         latent = job.latent
-        v_from = Mux(latent, divided.k, divided.v)
+        v_from = Signal(_AREAS)
+        m.d.comb += v_from.eq(Mux(latent, divided.k, divided.v))
         last_in_page = measured.last_row[:MAX_PAGE_ROWS_LOG2] & in_page
         m.d.comb += [
             page_rows.eq(1 << job.page_rows_log2),

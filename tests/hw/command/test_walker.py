@@ -16,6 +16,8 @@ from nearkv_hw.abi.descriptor import (
     FLAG_SINKS,
     OPTION_ALIBI,
     OPTION_CAUSAL,
+    OPTION_CODEBOOK,
+    OPTION_LATENT,
 )
 from nearkv_hw.abi.memory import ENTRY, LAYOUT_VERSION, TABLE, TABLE_MAGIC, RowLayout, table_entry_lines
 from nearkv_hw.abi.numerics import MAX_ROWS
@@ -195,7 +197,7 @@ def random_job(memory, config, rng, tenant):
     table = owned_line(memory, tenant, rng, 1 + heads * entry_lines)
     query_rows = rng.choice([1, 1, 2, 5])
     queries = owned_line(memory, tenant, rng, group * query_rows * 8)
-    sinks, slopes = (owned_line(memory, tenant, rng, 8) for _ in range(2))
+    sinks, slopes, books = (owned_line(memory, tenant, rng, 8) for _ in range(3))
     options = rng.choice([0, OPTION_CAUSAL]) | rng.choice([0, OPTION_ALIBI])
     window = rng.choice([0, rng.randint(1, (1 << 24) - 1)])
     sight = {
@@ -209,16 +211,27 @@ def random_job(memory, config, rng, tenant):
         magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=heads, entries=entries, committed_rows=rows
     )
     how = {
-        rows: {"element": rng.choice([0, 1, *range(7)]), "scale": 0, "block": 0, "pitch": 0} for rows in "kv"
+        rows: {"element": rng.choice([0, 1, *range(8)]), "scale": 0, "block": 0, "pitch": 0} for rows in "kv"
     }
     for own, dim in zip(how.values(), (head_dim, value_dim), strict=True):
         if own["element"] > 1 and rng.random() < 0.7:
-            own |= {"scale": rng.randint(1, 4), "block": rng.randrange(5)}
+            own |= {"scale": rng.randint(3 if own["element"] == 7 else 1, 4), "block": rng.randrange(5)}
         if rng.random() < 0.7:
             own["pitch"] = Stored.of(**{**own, "pitch": 1}).pitch_code(dim)
-    layout = RowLayout(head_dim, value_dim, 1 << log2, *(Stored.of(**own) for own in how.values()))
+    latent = value_dim <= head_dim and rng.random() < 0.3
+    if latent:
+        how["v"] = {"element": 0, "scale": 0, "block": 0, "pitch": 0}
+    layout = RowLayout(
+        head_dim, value_dim, 1 << log2, *(Stored.of(**own) for own in how.values()), latent=latent
+    )
     if rng.random() < 0.5:
         sight, query_rows = dict.fromkeys(sight, 0), 1
+    sight["options"] |= OPTION_LATENT if latent else 0
+    sight["codebooks"] = 0
+    if any(own["element"] == 7 for own in how.values()):
+        sight["options"] |= OPTION_CODEBOOK
+        sight["codebooks"] = books
+        memory.lines[books] = rng.getrandbits(512)
     extended = (
         any(sight.values())
         or query_rows > 1
@@ -285,7 +298,16 @@ def spoil(job, memory, rng, tenant):
         lambda: job.update(version=1),
         lambda: job.update(opcode=rng.randint(3, 255)),
         lambda: job.update(flags=1 << rng.choice([2, 15])),
-        lambda: extend(job, options=1 << rng.choice([1, 2, 3, 4, *range(6, 16)])),
+        lambda: extend(job, options=1 << rng.choice([1, 3, 4, 6, *range(8, 16)])),
+        lambda: extend(job, options=OPTION_LATENT, v_block=1),
+        lambda: extend(job, options=OPTION_LATENT) or job.update(head_dim=31, value_dim=33, v_format=0),
+        lambda: extend(job, options=0, codebooks=1),
+        lambda: extend(job, options=OPTION_CODEBOOK) or job.update(k_format=0, v_format=0),
+        lambda: extend(job, options=0, codebooks=0, slopes=0) or job.update(k_format=7),
+        lambda: (
+            extend(job, options=OPTION_CODEBOOK, codebooks=CAPACITY_BYTES // 64) or job.update(k_format=7)
+        ),
+        lambda: extend(job, options=OPTION_CODEBOOK, codebooks=foreign) or job.update(k_format=7),
         lambda: extend(job, **{rng.choice(["select_pages", "tree", "reserved_tree", "ranges"]): 1}),
         lambda: extend(job, kept=1, window=0),
         lambda: extend(job, options=0, window=0, kept=0, slopes=0, first_position=rng.choice([1, -1])),
@@ -303,7 +325,7 @@ def spoil(job, memory, rng, tenant):
         lambda: job.update(query_rows=0),
         lambda: job.update(query_rows=2, flags=job["flags"] & ~FLAG_EXTENDED),
         lambda: job.update(page_rows_log2=rng.choice([0, 1, 14, 15])),
-        lambda: job.update({rng.choice(["k_format", "v_format"]): rng.randint(7, 15)}),
+        lambda: job.update({rng.choice(["k_format", "v_format"]): rng.randint(8, 15)}),
         lambda: job.update({rng.choice(["query_format"]): rng.randint(2, 3)}),
         lambda: job.update(output_form=rng.randint(4, 7)),
         lambda: job.update(score_factor=0x7F800000 | rng.getrandbits(23) | rng.getrandbits(1) << 31),

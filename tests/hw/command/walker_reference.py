@@ -14,6 +14,8 @@ from nearkv_hw.abi.descriptor import (
     NOP,
     OPTION_ALIBI,
     OPTION_CAUSAL,
+    OPTION_CODEBOOK,
+    OPTION_LATENT,
 )
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import (
@@ -29,8 +31,9 @@ from nearkv_hw.abi.numerics import MAX_ROWS
 from nearkv_hw.abi.rows import Stored
 from nearkv_hw.interfaces import QueryLineKind
 
+OPTIONS = OPTION_CAUSAL, OPTION_LATENT, OPTION_ALIBI, OPTION_CODEBOOK
 ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
-HAD = [*ROW_FIELDS, "softcap", "options", "window", "kept", "first_position", "slopes"]
+HAD = [*ROW_FIELDS, "softcap", "options", "window", "kept", "first_position", "slopes", "codebooks"]
 """What the device has of an extension."""
 
 EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
@@ -121,19 +124,22 @@ class Reference:
         if head["output_scale"] or any(more[name] for name in more if name not in HAD):
             return Status.BAD_FLAGS
         options = more["options"]
-        positioned = options or more["window"]
+        positioned = options & (OPTION_CAUSAL | OPTION_ALIBI) or more["window"]
+        latent = options & OPTION_LATENT
         if (
-            options & ~(OPTION_CAUSAL | OPTION_ALIBI)
+            options & ~sum(OPTIONS)
             or (more["first_position"] and not positioned)
             or (more["kept"] and not more["window"])
             or (more["slopes"] and not options & OPTION_ALIBI)
+            or (more["codebooks"] and not options & OPTION_CODEBOOK)
+            or (latent and (head["v_format"] or any(more[f"v_{n}"] for n in ("scale", "block", "pitch"))))
         ):
             return Status.BAD_FLAGS
         if not self.config.units:
             return Status.NO_UNITS
         if not (
             1 <= head["head_dim"] <= 256
-            and 1 <= head["value_dim"] <= 256
+            and 1 <= head["value_dim"] <= (head["head_dim"] if latent else 256)
             and 1 <= head["group"] <= 128
             and 1 <= head["query_rows"] <= (255 if head["flags"] & FLAG_EXTENDED else 1)
             and 2 <= head["page_rows_log2"] <= 13
@@ -141,12 +147,15 @@ class Reference:
             return Status.BAD_GEOMETRY
         if head["query_format"] > 1 or head["output_form"] > 3:
             return Status.BAD_FORMAT
-        if not all(self.rows_are_good(head, more, rows) for rows in "kv"):
+        stored = "k" if latent else "kv"
+        if not all(self.rows_are_good(head, more, rows) for rows in stored):
+            return Status.BAD_FORMAT
+        if (7 in [head[f"{rows}_format"] for rows in stored]) != bool(options & OPTION_CODEBOOK):
             return Status.BAD_FORMAT
         if head["score_factor"] & 0x7F800000 == 0x7F800000 or more["softcap"] > 0x44800000:
             return Status.BAD_FACTOR
         names = ["table", "queries", "result", *["sinks"] * bool(head["flags"] & FLAG_SINKS)]
-        if more["slopes"] >= self.config.capacity_bytes // 64:
+        if max(more["slopes"], more["codebooks"]) >= self.config.capacity_bytes // 64:
             return Status.BAD_ADDRESS
         if any(head[name] % 64 or head[name] >= self.config.capacity_bytes for name in names):
             return Status.BAD_ADDRESS
@@ -159,7 +168,9 @@ class Reference:
             head[f"{rows}_format"],
             *(more[f"{rows}_{what}"] for what in ("scale", "block", "pitch")),
         )
-        if form > 6 or scale > 4 or block > 4 or (block and not scale) or (scale and form < 2):
+        if form == 7 and scale in (1, 2):
+            return False
+        if form > 7 or scale > 4 or block > 4 or (block and not scale) or (scale and form < 2):
             return False
         stored = Stored.of(element=form, scale=scale, block=block, pitch=pitch)
         return stored.pitch_code(head["head_dim" if rows == "k" else "value_dim"]) == pitch
@@ -214,6 +225,8 @@ class Reference:
             "position": job["first_position"],
             "causal": int(bool(job["options"] & OPTION_CAUSAL or job["window"])),
             "slopes": int(bool(job["options"] & OPTION_ALIBI)),
+            "codebook": int(bool(job["options"] & OPTION_CODEBOOK)),
+            "latent": int(bool(job["options"] & OPTION_LATENT)),
         }
         for number, jobs in enumerate(sent.jobs):
             jobs.append({**unit, "sinks": int(sinks and number == 0)})
@@ -235,6 +248,8 @@ class Reference:
         begin = job["queries"] // 64 + first * -(-job["head_dim"] * 2 // 64)
         list_lines = -(-job["group"] // 16)
         parts = [(QueryLineKind.QUERY, begin, count)]
+        if job["options"] & OPTION_CODEBOOK:
+            parts.append((QueryLineKind.CODEBOOK, job["codebooks"], 1))
         if job["options"] & OPTION_ALIBI:
             parts.append((QueryLineKind.SLOPES, job["slopes"], list_lines))
         if sinks:
@@ -263,7 +278,8 @@ class Reference:
             )
             for rows in "kv"
         )
-        return RowLayout(job["head_dim"], job["value_dim"], 1 << job["page_rows_log2"], k, v)
+        latent = bool(job["options"] & OPTION_LATENT)
+        return RowLayout(job["head_dim"], job["value_dim"], 1 << job["page_rows_log2"], k, v, latent)
 
     def send_pages(self, job, table, tenant):
         config = self.config
@@ -292,13 +308,14 @@ class Reference:
             extent, within = divmod(entry["line"], EXTENT_LINES)
             base = extent // config.slices * EXTENT_LINES + within
             rows = range(max(begin - page * page_rows, 0), min(end - page * page_rows, page_rows))
+            k, latent = layout.k_offset(rows[0]) // 64, job["options"] & OPTION_LATENT
             k_scales, v_scales = (layout.areas[area] + rows[0] * layout.pitches[area] for area in (1, 3))
             self.sent.pages[extent % config.slices].append(
                 {
                     "last": 0,
                     "page": page,
-                    "k_line": base + layout.k_offset(rows[0]) // 64,
-                    "v_line": base + layout.v_offset(rows[0]) // 64,
+                    "k_line": base + k,
+                    "v_line": base + (k if latent else layout.v_offset(rows[0]) // 64),
                     "rows": len(rows),
                     **({"k_scales": base + k_scales // 64} if job["k_scale"] else {}),
                     **({"v_scales": base + v_scales // 64} if job["v_scale"] else {}),
