@@ -104,7 +104,7 @@ class UnitJob(data.Struct):
     first: 1  # they are the job's first ones
     group: 8  # query heads of every query row
     position: signed(POSITION_BITS)  # of the job's first query row
-    causal: 1  # rows after a query's own position are not seen
+    causal: 1  # rows after a query's own position are not seen; set with a window, too
     window: 24  # rows up to the own one that are seen, zero for all
     kept: 24  # first rows of the context that a window leaves visible
     slopes: 1  # scores get a bias

@@ -369,6 +369,7 @@ def random_pass(passes, rng, queries):
             "window": rng.choice([0, rng.randint(1, 50)]),
             "kept": rng.choice([0, rng.randint(1, 9)]),
         }
+        sight["causal"] |= sight["window"] > 0
     passes.add(
         [codes(rng, q_format, head_dim, kind) for _ in range(count)],
         [codes(rng, k_format, head_dim, kind) for _ in range(rows)],
