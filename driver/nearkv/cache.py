@@ -111,6 +111,11 @@ class KVCache:
         return self._tenant.device_kind
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes that a row of one KV head takes on the device: codes and scales, at their pitches."""
+        return self._layout.row_bytes
+
+    @property
     def closed(self) -> bool:
         """Whether the cache or its device was closed."""
         return self._closed

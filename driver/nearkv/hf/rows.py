@@ -234,7 +234,7 @@ class DeviceRows(RowStore):
         self.device_calls = 0
         self.kv_bytes = 0
         """K and V bytes, in whole lines, that the device calls so far had to look at."""
-        self._row_bytes = shape.kv_heads * self.form.row_bytes(shape.head_dim, shape.value_dim)
+        self._row_bytes = shape.kv_heads * self.cache.row_bytes
         self.sequences: list[DeviceSequence] = []
         self._prompt: dict[int, tuple[Tensor, Tensor]] = {}
 
