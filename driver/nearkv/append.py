@@ -10,13 +10,16 @@ import numpy.typing as npt
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import RowLayout, table_bytes
 from nearkv_hw.abi.numerics import MAX_ROWS
-from nearkv_sim.port import Addresses, Lines, Write
+from nearkv_sim.port import Addresses, Fence, Lines, Operation, Write
 
 from .allocator import Pages
 from .codec import codes_to_bytes, one
 from .coded import Coded
 from .directory import Directory
 from .errors import ArgumentError, OutOfMemoryError
+from .heads import HeadTables
+from .quantise.formats import CacheFormat
+from .rows import RowReader
 from .summaries import Summaries
 from .table import PageTable, RowAddresses
 from .tenant import Tenant
@@ -188,3 +191,56 @@ class Appending:
             return None
         last = int(table.page_addresses(table.pages - 1, table.pages)[head, 0])
         return (self._tenant.config.slice_of(last) + 1) % self._tenant.config.slices
+
+
+class RowWriter:
+    """Appends rows to a cache's tables, with what goes with them: scales and codebooks of heads, summaries.
+
+    Parameters
+    ----------
+    tenant, pages, layout, form, heads : of the cache.
+    """
+
+    def __init__(
+        self, tenant: Tenant, pages: Pages, layout: RowLayout, form: CacheFormat, heads: HeadTables
+    ) -> None:
+        self._tenant = tenant
+        self._pages = pages
+        self._layout = layout
+        self._addresses = RowAddresses(layout)
+        self._heads = heads
+        self._summaries = Summaries(layout, form, heads) if layout.summaries else None
+
+    def start(self, directory: Directory, tables: Many[PageTable], rows: int) -> Appending:
+        """Take what so many rows in each table need; OutOfMemoryError or ArgumentError as `Appending` has
+        them."""
+        return Appending(self._tenant, self._pages, self._layout, self._addresses, directory, tables, rows)
+
+    def program(self, appending: Appending, coded: Coded, layer: int) -> list[Operation]:
+        """The operations that write the rows, and then commit them."""
+        for part, found in coded.found.items():
+            self._heads.learn(part, layer, found.head_scale, found.codebook)
+        writes: list[Operation] = [*appending.writes(coded)]
+        if coded.found:
+            writes += self._heads.writes()
+        if self._summaries is not None:
+            writes += appending.summaries(self._summaries, coded, layer)
+        return [*writes, Fence(), *appending.commits()]
+
+    def undo(self, appending: Appending, coded: Coded, layer: int) -> None:
+        """Give back what was taken, and forget what was learnt, when nothing was committed."""
+        appending.undo()
+        self._heads.forget(coded.found, layer)
+
+    def summarise_again(self, tables: Many[PageTable], rows: int, reader: RowReader) -> list[Operation]:
+        """The operations that write summaries of last pages that were cut to so many rows of a context."""
+        if self._summaries is None:
+            return []
+        left = np.arange(rows - rows % self._layout.page_rows, rows)
+        writes: list[Operation] = []
+        for table in tables:
+            table.extremes = None
+            if len(left):
+                again = self._summaries.again(table, reader.read(table, left), rows)
+                writes.append(self._tenant.write(*again))
+        return writes

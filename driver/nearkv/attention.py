@@ -60,7 +60,6 @@ class Options(TypedDict, total=False):
     sinks: torch.Tensor | None
     softcap: float | None
     alibi_slopes: torch.Tensor | None
-    select_pages: int | None
     out_dtype: torch.dtype
 
 

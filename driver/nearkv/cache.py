@@ -12,7 +12,7 @@ from nearkv_hw.abi import DeviceConfig
 from nearkv_hw.abi.memory import RowLayout
 from nearkv_sim.port import Fence, Operation
 
-from .append import Appending
+from .append import Appending, RowWriter
 from .arguments import whole_number
 from .attention import Answer, Call, Held, Options, table_addresses
 from .codec import FORMATS, one
@@ -33,8 +33,7 @@ from .reference import Partial
 from .rows import Context, RowReader, Rows
 from .sequences import Sequence, Sequences
 from .stats import AttentionTotals
-from .summaries import Summaries
-from .table import PageTable, RowAddresses
+from .table import PageTable
 from .tenant import Tenant
 
 
@@ -82,14 +81,13 @@ class KVCache:
         self.dtype = _dtype_of(form)
         self._tenant = tenant
         self._layout = layout
-        self._addresses = RowAddresses(layout)
         self._totals = totals
         self._heads = HeadTables(tenant, heads)
         self._coder = Coder(form, kv_heads, layout.head_dim, layout.value_dim, self._heads)
         self._jobs = Jobs(tenant, layout, self._heads, kv_heads, totals)
         self._reader = RowReader(tenant, layout)
         self._pages = tenant.pages(layout.page_bytes)
-        self._summaries = Summaries(layout, form, self._heads) if layout.summaries else None
+        self._writer = RowWriter(tenant, self._pages, layout, form, self._heads)
         self._sequences = Sequences(
             tenant,
             self._pages,
@@ -111,6 +109,11 @@ class KVCache:
     def device_kind(self) -> str:
         """How the device runs: "model", "rtl", "cocotb", ..."""
         return self._tenant.device_kind
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row of one KV head takes on the device: codes and scales, at their pitches."""
+        return self._layout.row_bytes
 
     @property
     def closed(self) -> bool:
@@ -193,16 +196,9 @@ class KVCache:
                 dropped.append(table.page_addresses(kept, pages).reshape(-1))
                 table.drop(kept)
                 program.append(self._tenant.write(*table.entry_lines(kept, pages)))
-        if self._summaries is not None:
-            # the rows that are left of the last page have other extremes
-            left = np.arange(rows - rows % self.page_rows, rows)
-            for table in cut:
-                table.extremes = None
-                if len(left):
-                    again = self._summaries.again(table, self._reader.read(table, left), rows)
-                    program.insert(0, self._tenant.write(*again))
         if cut:
-            self._tenant.run(program)
+            # the rows that are left of a last page have other extremes
+            self._tenant.run([*self._writer.summarise_again(cut, rows, self._reader), *program])
         for page_addresses in dropped:
             self._pages.give(page_addresses)
 
@@ -331,6 +327,7 @@ class KVCache:
         q: torch.Tensor,
         return_lse: Literal[False] = ...,
         partial: Literal[False] = ...,
+        select_pages: None = ...,
         **options: Unpack[Options],
     ) -> torch.Tensor: ...
 
@@ -343,6 +340,7 @@ class KVCache:
         q: torch.Tensor,
         return_lse: Literal[True],
         partial: Literal[False] = ...,
+        select_pages: None = ...,
         **options: Unpack[Options],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -355,8 +353,22 @@ class KVCache:
         q: torch.Tensor,
         return_lse: Literal[False] = ...,
         partial: Literal[True],
+        select_pages: None = ...,
         **options: Unpack[Options],
     ) -> Partial: ...
+
+    @overload
+    def attend(
+        self,
+        sequences: Many[Sequence],
+        *,
+        layer: int,
+        q: torch.Tensor,
+        return_lse: bool = ...,
+        partial: bool = ...,
+        select_pages: int,
+        **options: Unpack[Options],
+    ) -> tuple[Any, ...]: ...
 
     def attend(
         self,
@@ -366,32 +378,47 @@ class KVCache:
         q: torch.Tensor,
         return_lse: bool = False,
         partial: bool = False,
+        select_pages: int | None = None,
         **options: Unpack[Options],
-    ) -> Answer:
+    ) -> Any:
         """Attention of each sequence's queries over its rows in a layer: one doorbell for the whole batch.
 
-        Several query rows, and a `visible` that is not one range of rows per sequence, are worked on the host
-        with `nearkv.reference` from rows read back over the link, and so is everything on a device without
-        attention units (placement "host"); the bits are the same. Rows that no query row sees are not read.
+        A row is seen where all that is said of rows allows it; rows that no query row sees are not read.
+        Devices without the feature leave several query rows, and rows in more than one run, to the host,
+        which works them out with `nearkv.reference` from rows read back over the link, as it does everything
+        where there are no attention units (placement "host"); the bits are the same.
 
         Parameters
         ----------
         sequences : the batch; a sequence may stand in it several times.
         layer : which layer.
-        q : [batch, q_heads, head_dim] or [batch, query_rows, q_heads, head_dim] of the cache's type; query
-            head h uses KV head h // (q_heads / kv_heads). Of several query rows the last one is the last row
-            of the context, and each sees the rows up to its own.
+        q : [batch, q_heads, head_dim] or [batch, query_rows, q_heads, head_dim] of the cache's type, or of
+            either (bf16, fp16) where it has none; query head h uses KV head h // (q_heads / kv_heads). Of
+            several query rows the last one is the last row of the context, and each sees the rows up to its
+            own.
         scale : multiplies q·k before the softmax; 1/sqrt(head_dim) when not given.
+        softcap : scores become softcap * tanh(score / softcap), above 0 and at most 709.78.
+        alibi_slopes : float32 [q_heads]; slope * (row's position - query row's position) is added to a score
+            of natural base.
         window : rows that a query row sees at most, its own included.
+        kept_rows : first rows of the context that a window leaves visible.
         rows : (begin, end), or one pair per sequence: only these rows are seen.
         visible : bool [batch, rows] or [batch, query_rows, rows], a column per row of the longest sequence:
             the rows that may be seen, apart from window and causal order. Not together with `rows`.
+        tree : bool [query_rows, query_rows] or [batch, query_rows, query_rows]: the last rows are those of
+            the query rows, which see them as it says, and all rows before; in place of the causal order. At
+            most 255 query rows.
+        query_positions : int64 [query_rows] or [batch, query_rows], with a tree: where query rows, and so
+            their own rows, stand, for window and bias.
         sinks : float32 [q_heads], one more logit per query head, in the denominator alone.
         out_dtype : torch.float32 (the default), torch.bfloat16 or torch.float16.
         return_lse : return (result, log-sum-exp), the latter natural base, float32
             [batch, (query_rows,) q_heads].
-        partial : return a `Partial`, for `nearkv.merge` and `nearkv.finish`. A sink belongs to one of the
-            partials that are merged.
+        partial : return a `Partial`, for `nearkv.merge` and `nearkv.finish` (which takes V's scale per head,
+            `head_scales`). A sink belongs to one of the partials that are merged.
+        select_pages : attend to so many pages of each sequence and KV head alone, those whose summaries
+            promise the highest scores, always the newest among them; needs a cache with summaries. What is
+            returned is then a tuple, with the pages, bool [batch, kv_heads, pages], at its end.
 
         Returns
         -------
@@ -400,12 +427,15 @@ class KVCache:
 
         Raises
         ------
-        ShapeError, DtypeError, ArgumentError, UnknownHandleError, ClosedError : before the device is asked.
+        ShapeError, DtypeError, ArgumentError, UnknownHandleError, ClosedError : before the device is asked;
+            also for what the device has not.
         DeviceError, AccessError, DeviceTimeoutError : when it answers with a fault, or not at all.
         """
         tables = self._open_sequences().batch(sequences, layer)
         lengths = [table.committed for table in tables]
-        call = self._call(layer, q, lengths, return_lse=return_lse, partial=partial, **options)
+        call = self._call(
+            layer, q, lengths, return_lse=return_lse, partial=partial, select_pages=select_pages, **options
+        )
         return self._answer(call, tables)
 
     def append_attend(
@@ -418,6 +448,7 @@ class KVCache:
         q: torch.Tensor,
         k_scales: torch.Tensor | None = None,
         v_scales: torch.Tensor | None = None,
+        select_pages: int | None = None,
         **options: Unpack[Options],
     ) -> Any:
         """`append` and then `attend` over what is there then, in one program: a layer's part of a token.
@@ -427,7 +458,7 @@ class KVCache:
         sequences : different sequences.
         k, v, k_scales, v_scales : as `append` has them, [batch, rows, kv_heads, dim], appended first.
         q : as `attend` has it.
-        layer, options : as `attend` has them. What the device leaves to the host is refused.
+        layer, select_pages, options : as `attend` has them. What the device leaves to the host is refused.
 
         Raises
         ------
@@ -442,14 +473,11 @@ class KVCache:
                 "use append and then attend"
             )
         coded = self._coder.code(layer, k, v, k_scales, v_scales, len(tables))
-        appending = self._appending(tables, coded.rows)
+        appending = self._writer.start(self._sequences.directory, tables, coded.rows)
         try:
-            appended: list[Operation] = [
-                *self._writes(appending, coded, layer),
-                Fence(),
-                *appending.commits(),
-            ]
-            call = self._call(layer, q, [table.committed + coded.rows for table in tables], **options)
+            appended = self._writer.program(appending, coded, layer)
+            lengths = [table.committed + coded.rows for table in tables]
+            call = self._call(layer, q, lengths, select_pages=select_pages, **options)
             if not call.on_units and self._tenant.config.units:
                 raise ArgumentError(
                     "the host has to work this out (several query rows or gaps in visible, on this device): "
@@ -457,8 +485,7 @@ class KVCache:
                 )
             answer = self._answer(call, appending.tables, appended)
         except (OutOfMemoryError, ArgumentError, DtypeError):
-            appending.undo()
-            self._heads.forget(coded.found, layer)
+            self._writer.undo(appending, coded, layer)
             raise
         except (DeviceError, AccessError):
             self._appended(appending, sequences, layer, coded)
@@ -482,6 +509,7 @@ class KVCache:
         *,
         return_lse: bool = False,
         partial: bool = False,
+        select_pages: int | None = None,
         **options: Unpack[Options],
     ) -> Call:
         unknown = [name for name in options if name not in Options.__annotations__]
@@ -506,7 +534,15 @@ class KVCache:
             k_lut=self._heads.codebook("k", layer),
             v_lut=self._heads.codebook("v", layer),
         )
-        return Call(q, np.array(lengths, np.int64), held, return_lse=return_lse, partial=partial, **options)
+        return Call(
+            q,
+            np.array(lengths, np.int64),
+            held,
+            return_lse=return_lse,
+            partial=partial,
+            select_pages=select_pages,
+            **options,
+        )
 
     def _answer(self, call: Call, tables: list[PageTable], before: Many[Operation] = ()) -> Answer:
         """The device's answer, after `before`, or the host's where the device has none."""
@@ -523,24 +559,9 @@ class KVCache:
         return call.on_host(fetch)
 
     def _append(self, tables: list[PageTable], sequences: Many[Sequence], layer: int, coded: Coded) -> None:
-        appending = self._appending(tables, coded.rows)
-        self._tenant.run([*self._writes(appending, coded, layer), Fence(), *appending.commits()])
+        appending = self._writer.start(self._sequences.directory, tables, coded.rows)
+        self._tenant.run(self._writer.program(appending, coded, layer))
         self._appended(appending, sequences, layer, coded)
-
-    def _appending(self, tables: list[PageTable], rows: int) -> Appending:
-        directory = self._sequences.directory
-        return Appending(self._tenant, self._pages, self._layout, self._addresses, directory, tables, rows)
-
-    def _writes(self, appending: Appending, coded: Coded, layer: int) -> list[Operation]:
-        """What has to be on the device before rows are committed."""
-        for part, found in coded.found.items():
-            self._heads.learn(part, layer, found.head_scale, found.codebook)
-        writes: list[Operation] = [*appending.writes(coded)]
-        if coded.found:
-            writes += self._heads.writes()
-        if self._summaries is not None:
-            writes += appending.summaries(self._summaries, coded, layer)
-        return writes
 
     def _appended(self, appending: Appending, sequences: Many[Sequence], layer: int, coded: Coded) -> None:
         appending.done()

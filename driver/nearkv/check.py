@@ -58,6 +58,7 @@ def case_of(
     ranges: Many[tuple[int, int]] | None = None,
     sinks: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
     scales: Many[tuple[torch.Tensor | None, torch.Tensor | None]] | None = None,
     heads: dict[str, torch.Tensor] | None = None,
 ) -> Case:
@@ -68,7 +69,7 @@ def case_of(
     cache : on which it ran.
     q : [batch, q_heads, head_dim].
     contexts : the host's own rows of each sequence: values, or codes of the cache's format.
-    scale, sinks, out_dtype : as `KVCache.attend` was given them.
+    scale, sinks, out_dtype, softcap : as `KVCache.attend` was given them.
     ranges : (begin, end) of the rows that are seen; all when not given.
     scales : with codes, K's and V's scale codes [rows, kv_heads, blocks] of each sequence, or None.
     heads : with codes, k_scale, v_scale, k_lut and v_lut, those that there are.
@@ -101,6 +102,7 @@ def case_of(
         config=cache.device_config,
         form=cache.format if k.dtype in (torch.uint8, torch.int16) else None,
         extras=extras,
+        softcap=softcap,
     )
 
 
@@ -136,6 +138,7 @@ def attention(
             scale=case.scale,
             rows=case.ranges,
             sinks=case.sinks,
+            softcap=case.softcap,
             partial=True,
         )
     except NearkvError:

@@ -14,7 +14,7 @@ import torch
 from nearkv_hw.abi import ABI_VERSION, DeviceConfig, Feature
 from nearkv_hw.abi.config import EXTENT_SHIFT
 from nearkv_hw.abi.descriptor import ATTEND, MAX_HEAD_DIM, MAX_LARGE_DIM
-from nearkv_hw.abi.memory import CACHE, RowLayout
+from nearkv_hw.abi.memory import CACHE
 from nearkv_hw.abi.numerics import CONTRACT_VERSION
 from nearkv_hw.abi.window import IDENTITY, IDENTITY_LINE, MAGIC, register_address
 from nearkv_sim import open_port
@@ -161,11 +161,8 @@ class Device:
         whole_number("page_rows", page_rows, 1, 1 << 31)
         form = chosen_format(dtype, value_dtype, scale_dtype, scale_block, latent=latent)
         short = Feature.SHORT_ROWS in self.features
-        value = None if form.v is None else form.v.stored(short=short)
         try:
-            layout = RowLayout(
-                head_dim, value_dim, page_rows, form.k.stored(short=short), value, latent, summaries
-            )
+            layout = form.layout(head_dim, value_dim, page_rows, short=short, summaries=summaries)
         except ValueError as error:
             raise ArgumentError(str(error)) from error
         if self.config.units:

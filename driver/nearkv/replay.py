@@ -54,6 +54,7 @@ class Case:
     form : how the cache stores its rows; None where K and V are values of 16 bits.
     extras : what else codes need to be numbers, by name: k_scales and v_scales [batch, rows, kv_heads,
         blocks], k_scale, v_scale [kv_heads], k_lut, v_lut [kv_heads, 16].
+    softcap : of the scores, or None.
     """
 
     q: torch.Tensor
@@ -69,6 +70,7 @@ class Case:
     config: DeviceConfig
     form: CacheFormat | None = None
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    softcap: float | None = None
 
     def reference(self, *, partial: bool = False) -> torch.Tensor | Partial:
         """What the contract says."""
@@ -81,7 +83,7 @@ class Case:
             scales = (self.extras.get(name) for name in ("k_scales", "v_scales"))
             given = heads.arguments(Context(self.k, self.v, *scales))
         k, v = given.pop("k"), given.pop("v")
-        given |= {"visible": visible, "sinks": self.sinks}
+        given |= {"visible": visible, "sinks": self.sinks, "softcap": self.softcap}
         result = decode_attention(self.q, k, v, scale=self.scale, partial=True, **given)
         if partial:
             return result
@@ -150,6 +152,7 @@ class _Placed:
             scale=case.scale,
             rows=case.ranges,
             sinks=case.sinks,
+            softcap=case.softcap,
             out_dtype=case.out_dtype,
         )
 
@@ -162,6 +165,7 @@ class _Placed:
             scale=case.scale,
             rows=case.ranges,
             sinks=case.sinks,
+            softcap=case.softcap,
             partial=True,
         )
 
@@ -257,6 +261,7 @@ def save(
         "lengths": case.lengths,
         "ranges": case.ranges,
         "scale": case.scale.hex(),
+        "softcap": None if case.softcap is None else float(case.softcap).hex(),
         "page_rows": case.page_rows,
         "device": case.device,
         "config": case.config.to_dict(),
@@ -300,6 +305,7 @@ def load(path: Path) -> tuple[Case, torch.Tensor]:
         device=about["device"],
         config=DeviceConfig(**about["config"]),
         form=form,
+        softcap=None if about["softcap"] is None else float.fromhex(about["softcap"]),
         extras={name: _typed(name, arrays[name]) for name in _EXTRAS if name in arrays},
     )
     return case, arrays["device"].view(out_dtype)

@@ -7,6 +7,7 @@ import nearkv
 import pytest
 import torch
 from nearkv import hf
+from nearkv_hw.abi import Feature
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,6 +30,7 @@ FAMILIES = {
     "mistral": {"sliding_window": 8},
     "smollm3": {},
     "olmo2": {},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 2.0},
 }
 
 
@@ -132,7 +134,6 @@ def test_a_wrong_bit_is_reported_with_the_command_that_replays_it(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"softcap": 5.0}, "this device has no softcap"),
         ({"dropout": 0.1}, "this device has no dropout"),
         ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "must be bool, not torch.float32"),
     ],
@@ -145,6 +146,15 @@ def test_what_the_device_lacks_is_refused(options, message):
     options = {"attention_mask": None, **options}
     with pytest.raises(ValueError, match=message):
         hf.nearkv_attention(torch.nn.Module(), states, keys, values, **options)
+
+
+def test_a_softcap_needs_a_device_that_has_one():
+    states = torch.zeros(1, 1, 1, 8)
+    with nearkv.open("model", features=Feature(0)) as device:
+        cache = hf.NearKVCache(hf.DeviceRows(device, hf.RowShape(1, 1, 8, 8), "fp16"), 1)
+        keys, values = cache.update(states, states, 0)
+        with pytest.raises(ValueError, match="this device has no softcap"):
+            hf.nearkv_attention(torch.nn.Module(), states, keys, values, None, softcap=5.0)
 
 
 def test_rows_of_another_cache_are_refused():

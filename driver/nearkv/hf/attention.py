@@ -38,6 +38,7 @@ def nearkv_attention(
     key, value : the placeholders of `NearKVLayer.update`.
     attention_mask : None or bool [batch, 1, query_rows, rows], True where a row is seen.
     s_aux : one sink logit per query head.
+    softcap : as in `KVCache.attend`; refused by a device that has none.
 
     Returns
     -------
@@ -52,7 +53,7 @@ def nearkv_attention(
         raise ValueError(
             "attn_implementation='nearkv' needs its own cache: pass cache=nearkv.hf.attach(model, device)"
         )
-    for name, given in (("softcap", softcap), ("position_bias", position_bias), ("dropout", dropout or None)):
+    for name, given in (("position_bias", position_bias), ("dropout", dropout or None)):
         if given is not None:
             raise ValueError(f"{name}={given!r}: this device has no {name}; use a model without it")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -64,6 +65,7 @@ def nearkv_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         visible=None if attention_mask is None else attention_mask[:, 0],
         sinks=s_aux,
+        softcap=softcap,
     )
     return out.to(query.dtype).contiguous(), None
 

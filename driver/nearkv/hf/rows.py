@@ -69,11 +69,12 @@ class RowStore(ABC):
         scale: float,
         visible: Tensor | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Attention of q [batch, query_rows, q_heads, head_dim] over the layer's rows.
 
         `visible` is bool [batch, query_rows, rows]; None lets query row i see all but the last
-        query_rows - 1 - i rows. `sinks` has one logit per query head.
+        query_rows - 1 - i rows. `sinks` has one logit per query head. `softcap` is as in `KVCache.attend`.
 
         Returns
         -------
@@ -82,14 +83,20 @@ class RowStore(ABC):
         q = q.to(self.torch_dtype)
         if q.shape[1] > 1 and visible is None:
             visible = causal(q.shape[0], q.shape[1], self.rows(layer), q.device)
-        return self._attend(layer, q, scale, visible, sinks)
+        return self._attend(layer, q, scale, visible, sinks, softcap)
 
     @abstractmethod
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None: ...
 
     @abstractmethod
     def _attend(
-        self, layer: int, q: Tensor, scale: float, visible: Tensor | None, sinks: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        visible: Tensor | None,
+        sinks: Tensor | None,
+        softcap: float | None,
     ) -> Tensor: ...
 
     @abstractmethod
@@ -148,11 +155,19 @@ class ReferenceRows(RowStore):
             held[layer] = own if before is None else _joined(before, own)
 
     def _attend(
-        self, layer: int, q: Tensor, scale: float, visible: Tensor | None, sinks: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        visible: Tensor | None,
+        sinks: Tensor | None,
+        softcap: float | None,
     ) -> Tensor:
         rows = attention_arguments(*self.quantised(layer))
         k, v = rows.pop("k"), rows.pop("v")
-        out: Tensor = reference.decode_attention(q, k, v, scale=scale, visible=visible, sinks=sinks, **rows)
+        out: Tensor = reference.decode_attention(
+            q, k, v, scale=scale, visible=visible, sinks=sinks, softcap=softcap, **rows
+        )
         return out
 
     def quantised(self, layer: int) -> tuple[Quantised, Quantised]:
@@ -234,7 +249,7 @@ class DeviceRows(RowStore):
         self.device_calls = 0
         self.kv_bytes = 0
         """K and V bytes, in whole lines, that the device calls so far had to look at."""
-        self._row_bytes = shape.kv_heads * self.form.row_bytes(shape.head_dim, shape.value_dim)
+        self._row_bytes = shape.kv_heads * self.cache.row_bytes
         self.sequences: list[DeviceSequence] = []
         self._prompt: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -249,7 +264,13 @@ class DeviceRows(RowStore):
         self.cache.append(self.sequences, layer=layer, k=k, v=v)
 
     def _attend(
-        self, layer: int, q: Tensor, scale: float, visible: Tensor | None, sinks: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        visible: Tensor | None,
+        sinks: Tensor | None,
+        softcap: float | None,
     ) -> Tensor:
         ranges = self.device_ranges(layer, q, visible)
         if ranges is not None:
@@ -257,7 +278,7 @@ class DeviceRows(RowStore):
             self.kv_bytes += sum(end - begin for begin, end in ranges) * self._row_bytes
             rows = None if visible is None else ranges
             out: Tensor = self.cache.attend(
-                self.sequences, layer=layer, q=q[:, 0], scale=scale, rows=rows, sinks=sinks
+                self.sequences, layer=layer, q=q[:, 0], scale=scale, rows=rows, sinks=sinks, softcap=softcap
             )
             return out[:, None]
         if layer not in self._prompt:
@@ -265,12 +286,18 @@ class DeviceRows(RowStore):
             if visible is not None and torch.equal(visible, last):
                 visible = None  # what several query rows see by themselves
             result: Tensor = self.cache.attend(
-                self.sequences, layer=layer, q=q, scale=scale, visible=visible, sinks=sinks
+                self.sequences,
+                layer=layer,
+                q=q,
+                scale=scale,
+                visible=visible,
+                sinks=sinks,
+                softcap=softcap,
             )
             return result
         k, v = self._prompt.pop(layer)
         return reference.decode_attention(
-            q, k, v, scale=scale, visible=visible, sinks=sinks, k_format=self.dtype
+            q, k, v, scale=scale, visible=visible, sinks=sinks, softcap=softcap, k_format=self.dtype
         )
 
     def device_ranges(self, layer: int, q: Tensor, visible: Tensor | None) -> list[tuple[int, int]] | None:
@@ -350,13 +377,19 @@ class CheckedRows(RowStore):
             self.own.append(layer, k, v)
 
     def _attend(
-        self, layer: int, q: Tensor, scale: float, visible: Tensor | None, sinks: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        visible: Tensor | None,
+        sinks: Tensor | None,
+        softcap: float | None,
     ) -> Tensor:
         ranges = self.device_rows.device_ranges(layer, q, visible)
-        out = self.device_rows.attend(layer, q, scale=scale, visible=visible, sinks=sinks)
+        out = self.device_rows.attend(layer, q, scale=scale, visible=visible, sinks=sinks, softcap=softcap)
         if ranges is not None:
             with self._checking():
-                self._check(layer, q[:, 0], out[:, 0], scale, ranges, sinks)
+                self._check(layer, q[:, 0], out[:, 0], scale, ranges, sinks, softcap)
         return out
 
     def _check(
@@ -367,6 +400,7 @@ class CheckedRows(RowStore):
         scale: float,
         ranges: list[tuple[int, int]],
         sinks: Tensor | None,
+        softcap: float | None,
     ) -> None:
         cache, sequences = self.device_rows.cache, self.device_rows.sequences
         k, v = self.own.quantised(layer)
@@ -383,6 +417,7 @@ class CheckedRows(RowStore):
             scale=scale,
             ranges=ranges,
             sinks=sinks,
+            softcap=softcap,
             scales=scales,
             heads={name: tensor for name, tensor in heads.items() if tensor is not None},
         )

@@ -7,7 +7,8 @@ from enum import Enum
 from fractions import Fraction
 
 from nearkv_hw.abi.formats import LUT_SCALES, ROW_FORMATS, SCALE_BLOCKS, SCALE_FORMATS, SCALED_BITS, Format
-from nearkv_hw.abi.lines import LINE_BYTES, lines_of
+from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.memory import RowLayout
 from nearkv_hw.abi.rows import Stored
 
 from nearkv.arguments import one_of
@@ -129,10 +130,6 @@ class RowFormat:
         """Bits that an element takes without padding, its share of the scales included."""
         return self.form.bits + 8 * self.scale_bytes(dim) / dim
 
-    def area_lines(self, dim: int, rows: int) -> int:
-        """Whole lines of `rows` rows in a page: codes, then scales."""
-        return lines_of(rows * self.pitch_bytes(dim)) + lines_of(rows * self.scale_pitch_bytes(dim))
-
 
 _RULES = {Rule.Q8_0: ("int8", "fp16", 32), Rule.Q4_0: ("int4", "fp16", 32)}
 """What a rule of llama.cpp is defined for."""
@@ -161,10 +158,29 @@ class CacheFormat:
         """Lines of codes that a row takes for one KV head, K and V; short rows share lines."""
         return self.k.code_lines(head_dim) + (self.v.code_lines(value_dim) if self.v else 0)
 
+    def layout(
+        self,
+        head_dim: int,
+        value_dim: int,
+        page_rows: int,
+        *,
+        short: bool = True,
+        summaries: bool = False,
+    ) -> RowLayout:
+        """How a page of one KV head lies in memory, of a device that lets short rows share lines or not.
+
+        Raises
+        ------
+        ValueError : for page_rows out of range, or a page larger than an extent.
+        """
+        value = None if self.v is None else self.v.stored(short=short)
+        return RowLayout(
+            head_dim, value_dim, page_rows, self.k.stored(short=short), value, self.v is None, summaries
+        )
+
     def page_lines(self, head_dim: int, value_dim: int, page_rows: int) -> int:
         """Lines of a page of one KV head: codes and scales of K, then of V, each in whole lines."""
-        own = self.k.area_lines(head_dim, page_rows)
-        return own + (self.v.area_lines(value_dim, page_rows) if self.v else 0)
+        return self.layout(head_dim, value_dim, page_rows).page_lines
 
 
 def _both(name: str, row: RowFormat) -> CacheFormat:

@@ -45,7 +45,7 @@ def attend(work: Sequence[Work], memory: Memory) -> list[Lines]:
         alone = 0 if job.seen is None else index + 1
         classes.setdefault((job.shape, length, alone), []).append(index)
     results: dict[int, Lines] = {}
-    with _one_thread():
+    with one_thread():
         for (shape, _, _), members in classes.items():
             together = max(1, BLOCK_TERMS // (shape.queries * max(shape.head_dim, shape.value_dim)))
             rest = iter(members)
@@ -56,7 +56,7 @@ def attend(work: Sequence[Work], memory: Memory) -> list[Lines]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Keeps torch on the calling thread: on blocks this small, waiting for a second one costs far more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from nearkv_hw.abi.formats import BF16
 from nearkv_hw.abi.lines import LINE_BYTES, lines_of
 
 from . import contract
-from .attention import queries_of
+from .attention import one_thread, queries_of
 from .job import FORMATS, Asked, Job, Refusal, Seen
 from .lists import sees
 from .memory import LineIndices, Memory
@@ -73,7 +73,9 @@ def _bounds(job: Job, first: LineIndices, memory: Memory) -> npt.NDArray[np.int6
     form = FORMATS.get(shape.k_format, BF16)
     data = memory.lines[first[:, None] + np.arange(2 * lines)].reshape(len(first), 2, -1)
     codes = torch.from_numpy(data.view("<u2")[..., : shape.head_dim].astype(np.int64))
-    rows = contract.decode_table(form)[codes]
-    queries = queries_of([job], memory)[0]
-    found: npt.NDArray[np.int64] = contract.bounds(queries, job.factor, rows[:, 0], rows[:, 1]).numpy()
-    return found
+    with one_thread():
+        rows = contract.decode_table(form)[codes]
+        queries = queries_of([job], memory)[0]
+        found = contract.bounds(queries, job.factor, rows[:, 0], rows[:, 1])
+    bounds: npt.NDArray[np.int64] = found.numpy()
+    return bounds
