@@ -108,6 +108,7 @@ class Device(wiring.Component):
         """An attention unit and its orders."""
         unit = m.submodules[f"unit{n}"] = AttentionUnit(
             lanes=self.config.lanes,
+            weight_pipes=self.config.weight_pipes,
             queries=self.config.queries,
             finish_lanes=self.config.finish_lanes,
             outstanding=UNIT_LINES,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from nearkv_hw.abi import Feature
+from nearkv_hw.abi import DeviceConfig, Feature
 
 from .output import JsonOption, print_json, print_table, say
 
+_DIM = 128
+_PAGE_ROWS = 16
 _UNITS = {
     "capacity_bytes": "bytes",
     "memory_latency_cycles": "cycles",
@@ -22,7 +24,8 @@ def info(
     ] = "model",
     as_json: JsonOption = False,
 ) -> None:
-    """Open a device and print the configuration that it reports of itself, and what it has beyond plain jobs.
+    """Open a device and print the configuration that it reports of itself, what it has beyond plain jobs, and
+    how many lines its units take in a cycle, by KV format.
 
     What a device counts while it works is in nearkv run --counters and in nearkv trace.
     """
@@ -32,8 +35,11 @@ def info(
         config = device.config.to_dict()
         kind = device.kind
         features = [flag.name.lower() for flag in Feature if flag in device.features and flag.name]
+        rates = _rates(device.config)
     if as_json:
-        print_json({"spec": spec, "kind": kind, "config": config, "features": features})
+        print_json(
+            {"spec": spec, "kind": kind, "config": config, "features": features, "lines_per_cycle": rates}
+        )
     else:
         rows = (
             (name, f"{value:,}" if isinstance(value, int) else value, _UNITS.get(name, ""))
@@ -41,3 +47,18 @@ def info(
         )
         print_table(f"{spec}: a {kind} device", ("field", "value", "unit"), rows)
         say(f"Beyond plain jobs it has: {', '.join(features) or 'nothing'}.")
+        print_table(
+            f"lines per cycle and unit, rows of {_DIM} elements, {device.config.queries} queries",
+            ("KV format", "lines per cycle"),
+            ((name, f"{rate:.2f}") for name, rate in rates.items()),
+        )
+
+
+def _rates(config: DeviceConfig) -> dict[str, float]:
+    """Lines that a unit takes per cycle, at most one, by KV format."""
+    from nearkv_sim.model.timing import unit_cycles
+
+    from nearkv.quantise.formats import PRESETS
+
+    layouts = {name: preset.layout(_DIM, _DIM, _PAGE_ROWS) for name, preset in PRESETS.items()}
+    return {name: 1 / unit_cycles(config, layout, config.queries) for name, layout in layouts.items()}

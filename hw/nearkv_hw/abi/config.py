@@ -20,6 +20,7 @@ EXTENT_BYTES = 1 << 20
 """Memory is owned in extents of this size; consecutive extents lie in consecutive channels."""
 EXTENT_SHIFT = 20
 
+LANE_CHOICES = (32, 64, 128)
 CHANNEL_CHOICES = (1, 2, 4, 8, 16)
 RANK_CHOICES = (1, 2, 4)
 QUERY_CHOICES = (1, 2, 4, 8, 16)
@@ -93,7 +94,8 @@ class DeviceConfig:
     ----------
     name : preset's name, for people.
     channels : device channels, each with one attention unit; a power of two from 1 to 16.
-    lanes : 16-bit elements that a unit takes per cycle; 32 makes one line per cycle.
+    lanes : elements that a unit takes per cycle: 32, 64 or 128. A line has 32 of 16 bits, 64 of 8 bits or 128
+        of 4.
     queries : query heads that a unit keeps per pass: 1, 2, 4, 8 or 16.
     finish_lanes : lanes that are merged and finished per cycle: 2, 4 or 8.
     capacity_bytes : device memory; a power of two, a whole number of extents in every channel.
@@ -153,7 +155,7 @@ class DeviceConfig:
             else:
                 check(name, value in list(kind), f"must be one of {', '.join(m.name.lower() for m in kind)}")
         check("channels", self.channels in CHANNEL_CHOICES, "must be 1, 2, 4, 8 or 16")
-        check("lanes", self.lanes == 32, "must be 32: a unit takes a whole line per cycle")
+        check("lanes", self.lanes in LANE_CHOICES, "must be 32, 64 or 128")
         check("queries", self.queries in QUERY_CHOICES, "must be 1, 2, 4, 8 or 16")
         check("finish_lanes", self.finish_lanes in FINISH_LANE_CHOICES, "must be 2, 4 or 8")
         check("apertures", 1 <= self.apertures <= 8, "must be 1 to 8")
@@ -214,6 +216,11 @@ class DeviceConfig:
         return self.channels * self.ranks
 
     @property
+    def weight_pipes(self) -> int:
+        """Score and weight pipes of a unit, so many that a row of 128 elements does not wait for them."""
+        return max(self.queries // (2 if self.lanes == max(LANE_CHOICES) else 4), 1)
+
+    @property
     def units(self) -> int:
         """Attention units."""
         return 0 if self.placement is Placement.HOST else self.slices
@@ -265,7 +272,13 @@ def _is_power_of_two(value: int) -> bool:
 PRESETS: dict[str, DeviceConfig] = {
     "small": DeviceConfig(),
     "card": DeviceConfig(
-        name="card", channels=4, queries=8, finish_lanes=4, capacity_bytes=16 << 30, link=Link.X16_64
+        name="card",
+        channels=4,
+        lanes=128,
+        queries=8,
+        finish_lanes=4,
+        capacity_bytes=16 << 30,
+        link=Link.X16_64,
     ),
 }
 

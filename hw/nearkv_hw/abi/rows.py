@@ -53,6 +53,11 @@ class Stored:
         """The pitch as descriptors have it."""
         return PITCH_CODES.get(self.pitch_bytes(dim), 0)
 
+    def steps(self, dim: int, lanes: int) -> int:
+        """Cycles in which a unit of so many lanes takes a row's codes: a step is of one line and one row."""
+        room_bytes = min(self.pitch_bytes(dim), LINE_BYTES)
+        return -(-dim // min(lanes, room_bytes * 8 // self.element.bits))
+
     def blocks(self, dim: int) -> int:
         """Scales of a row."""
         return 0 if self.scale is None else -(-dim // (self.block or dim))

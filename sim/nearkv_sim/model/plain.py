@@ -11,7 +11,14 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig, Feature, Opcode
-from nearkv_hw.abi.descriptor import ATTEND, EXTENSION, FLAG_EXTENDED, OPTION_LATENT, OPTION_SUMMARIES
+from nearkv_hw.abi.descriptor import (
+    ATTEND,
+    EXTENSION,
+    FLAG_EXTENDED,
+    MIN_PAGE_ROWS_LOG2,
+    OPTION_LATENT,
+    OPTION_SUMMARIES,
+)
 from nearkv_hw.abi.lines import LINE_BYTES
 
 from ..columns import column
@@ -57,6 +64,10 @@ class Kind:
         self.partial_beats = sum(timing.partial_beats(config, q, job.shape.value_dim) for q in self.passes)
         self.record = kind_record(job, len(self.passes))
         self._shape = job.shape
+        layout = job.shape.layout(MIN_PAGE_ROWS_LOG2)
+        value = layout.k if layout.latent else layout.value
+        self._sum_lines = value.steps(layout.value_dim, config.lanes)
+        self._taken = timing.unit_cycles(config, layout, self.passes[0])
 
     def work(self, lines: npt.NDArray[np.float64], count: int = 1) -> timing.Work:
         """What so many jobs ask of the device, with `lines` of each pass in each slice."""
@@ -67,6 +78,8 @@ class Kind:
             result_lines=self._shape.result.lines,
             value_dim=self._shape.value_dim,
             count=count,
+            taken=self._taken,
+            sum_lines=self._sum_lines,
         )
 
 

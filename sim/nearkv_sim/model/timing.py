@@ -29,8 +29,9 @@ import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig
 from nearkv_hw.abi.config import Link, Placement
 from nearkv_hw.abi.dram import PARTS, Dram, DramPart, ceiling
-from nearkv_hw.abi.lines import lines_of
+from nearkv_hw.abi.lines import LINE_BYTES, lines_of
 from nearkv_hw.abi.link import RATES
+from nearkv_hw.abi.memory import RowLayout
 
 FIRST_READ_CYCLES = 26
 """Doorbell to the first K row's read command, query lines and the opening of the row apart
@@ -87,7 +88,8 @@ class Work:
     result_lines : lines of a query head's result, the denominator's included.
     value_dim : lanes of a result.
     count : such jobs.
-    taken : cycles of a unit per line; more than one where a line is a K row and a V row as well.
+    taken : cycles of a unit per line (`unit_cycles`).
+    sum_lines : lines in which a unit reads the sums of a query; those of 16-bit values if not given.
     """
 
     passes: tuple[int, ...]
@@ -97,6 +99,7 @@ class Work:
     value_dim: int
     count: int = 1
     taken: float = 1.0
+    sum_lines: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +170,7 @@ def batch(
     for work in jobs:
         passes = len(work.passes)
         lines += work.count * passes * work.lines
-        sums = sum(work.passes) * _lines_of_sums(config, work.value_dim)
+        sums = sum(work.passes) * _lines_of_sums(work)
         sums_read += work.count * sums
         issue += work.count * (passes * work.taken * work.lines + SUM_CYCLES * sums)
         beats += work.count * sum(partial_beats(config, q, work.value_dim) + PASS_CYCLES for q in work.passes)
@@ -181,8 +184,8 @@ def batch(
         drain += partial_beats(config, queries, work.value_dim)
         beats -= partial_beats(config, queries, work.value_dim) + PASS_CYCLES
         writes -= queries * work.result_lines
-        sums_read -= queries * _lines_of_sums(config, work.value_dim)
-        issue -= SUM_CYCLES * queries * _lines_of_sums(config, work.value_dim)
+        sums_read -= queries * _lines_of_sums(work)
+        issue -= SUM_CYCLES * queries * _lines_of_sums(work)
     slices = config.slices
     busy = float(lines.max()) * (1 + _opening(config)) + _fabric(config, reads / slices, writes / slices)
     busy += SUMS_EXPOSED * sums_read
@@ -333,9 +336,22 @@ def uniform(
     )
 
 
-def _lines_of_sums(config: DeviceConfig, value_dim: int) -> int:
+def unit_cycles(config: DeviceConfig, layout: RowLayout, queries: int) -> float:
+    """Cycles of a unit per line of rows.
+
+    More than one where a line has codes for more elements than there are lanes, or several rows, where V lies
+    in the K row, or where the weights of a row take longer.
+    """
+    value = layout.k if layout.latent else layout.value
+    steps = layout.k.steps(layout.head_dim, config.lanes) + value.steps(layout.value_dim, config.lanes)
+    weights = min(queries, config.queries // config.weight_pipes)
+    scales = (layout.k_scale_pitch_bytes + layout.v_scale_pitch_bytes) / LINE_BYTES
+    return (max(steps, weights) + scales) * LINE_BYTES / layout.row_bytes
+
+
+def _lines_of_sums(work: Work) -> int:
     """Lines in which a unit reads the sums of a query."""
-    return -(-value_dim // config.lanes)
+    return lines_of(2 * work.value_dim) if work.sum_lines is None else work.sum_lines
 
 
 def _opening(config: DeviceConfig) -> float:
