@@ -46,6 +46,7 @@ def array_operation(shape):
             "kind": CodeKind,  # what the line's codes are
             "width": CodeWidth,
             "codebook": 1,  # codes choose numbers of the pass's codebook
+            "book": 1,  # V's, else K's
             "parts": LineParts,
             "part": 2,  # which of them
             "count": range(shape.lanes + 1),  # the first so many lanes have an element
@@ -184,7 +185,7 @@ class Array(wiring.Component):
             )
             book_read, book_write = book.read_port(domain="comb"), book.write_port()
             m.d.comb += [
-                book_read.addr.eq(Cat(codes[lane][: LUT4.bits], at_line.value, at_line.number)),
+                book_read.addr.eq(Cat(codes[lane][: LUT4.bits], at_line.book, at_line.number)),
                 book_write.addr.eq(self.book.address),
                 book_write.data.eq(self.book.data),
                 book_write.en.eq(self.book.valid),

@@ -219,6 +219,7 @@ class Issue(wiring.Component):
             self.operation.kind.eq(Mux(load, load_now.query_kind, codes.kind)),
             self.operation.width.eq(Mux(load, CodeWidth.WHOLE, codes.width)),
             self.operation.codebook.eq(~load & codes.codebook),
+            self.operation.book.eq(is_v & ~v_now.latent),  # V in the K row has K's numbers
             self.operation.parts.eq(Mux(load, LineParts.ONE, codes.parts)),
             self.operation.part.eq(part),
             self.operation.count.eq(Mux(load, self.loads.payload.count, count)),

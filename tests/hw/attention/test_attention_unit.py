@@ -11,7 +11,7 @@ import pytest
 from attention_golden import float32_bits
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi.descriptor import Status
-from nearkv_hw.abi.formats import BF16, ELEMENT_FORMATS, FP4_E2M1, FP16, INT8, QUERY_FORMATS
+from nearkv_hw.abi.formats import BF16, ELEMENT_FORMATS, FP4_E2M1, FP16, INT8, LUT4, QUERY_FORMATS
 from nearkv_hw.attention.shape import MAX_DIM
 from nearkv_hw.attention.unit import COUNTERS, AttentionUnit
 from nearkv_hw.interfaces import (
@@ -232,6 +232,24 @@ async def short_rows_follow_each_other_without_a_hazard(dut):
             k_format=format,
             v_format=format,
             factor_bits=float32_bits(3.0),
+        )
+    await bench.run()
+
+
+@cocotb.test()
+async def v_of_a_latent_row_has_the_codebook_of_k(dut):
+    await start(dut)
+    bench = Bench(dut, "latent codebooks")
+    dim = 2 * bench.line_lanes
+    for value_dim in (dim, dim // 2 - 1):
+        bench.passes.add(
+            [codes(bench.rng, BF16, dim)],
+            [codes(bench.rng, LUT4, dim) for _ in range(20)],
+            [],
+            value_dim=value_dim,
+            k_format=LUT4,
+            books=[codes(bench.rng, FP16, 16) for _ in range(2)],
+            latent=True,
         )
     await bench.run()
 
