@@ -3,7 +3,7 @@
 import pytest
 from nearkv_hw.abi import Opcode, Status
 from nearkv_hw.abi.config import EXTENT_BYTES
-from nearkv_hw.abi.descriptor import ATTEND, DESCRIPTOR_VERSION, FLAG_EXTENDED, NOP
+from nearkv_hw.abi.descriptor import ATTEND, DESCRIPTOR_VERSION, NOP
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import ENTRY, TABLE
 from nearkv_hw.abi.window import RING, RING_LINE
@@ -40,7 +40,7 @@ BAD_FIELDS = [
     (Status.BAD_VERSION, {"version": 0}),
     (Status.BAD_VERSION, {"version": 1, "opcode": 77, "head_dim": 0}),
     (Status.BAD_OPCODE, {"opcode": 3, "flags": 0xFFFF}),
-    (Status.BAD_FLAGS, {"flags": FLAG_EXTENDED}),
+    (Status.BAD_FLAGS, {"flags": 1 << 2}),
     (Status.BAD_FLAGS, {"flags": 1 << 15, "group": 0}),
     (Status.BAD_FLAGS, {"output_scale": 0x3F800000}),
     (Status.BAD_GEOMETRY, {"head_dim": 0, "k_format": 9}),
@@ -52,7 +52,7 @@ BAD_FIELDS = [
     (Status.BAD_GEOMETRY, {"query_rows": 2}),
     (Status.BAD_GEOMETRY, {"page_rows_log2": 1}),
     (Status.BAD_GEOMETRY, {"page_rows_log2": 14}),
-    (Status.BAD_FORMAT, {"k_format": 2, "score_factor": 0x7F800000}),
+    (Status.BAD_FORMAT, {"k_format": 8, "score_factor": 0x7F800000}),
     (Status.BAD_FORMAT, {"v_format": 15}),
     (Status.BAD_FORMAT, {"query_format": 2}),
     (Status.BAD_FORMAT, {"output_form": 4}),
