@@ -7,15 +7,19 @@ from amaranth.lib import wiring
 
 from .abi import configure
 from .abi.dram import Dram
+from .arithmetic.bias import Bias
 from .arithmetic.binned import BinnedAccumulator, TermAligner
 from .arithmetic.decode import ElementDecoder
-from .arithmetic.product import Product
+from .arithmetic.product import PRODUCT_BITS, Product
 from .arithmetic.reciprocal import Reciprocal
 from .arithmetic.rounding import Round
+from .arithmetic.scale import Scaler
 from .arithmetic.score import ScorePipe
+from .arithmetic.softcap import Softcap
 from .arithmetic.weight import WeightPipe
 from .attention.array import Array
 from .attention.cell import Cell
+from .attention.codes import Scales
 from .attention.dot import DotProducts
 from .attention.drain import Drain
 from .attention.issue import Issue
@@ -65,18 +69,22 @@ class Block:
 BLOCKS = (
     Block("attention-unit", lambda: AttentionUnit(**asdict(UNIT)), LANES),
     Block("array", lambda: Array(shape=UNIT), LANES),
-    Block("cell", lambda: Cell(query_states=UNIT.states, states=UNIT.states), 1),
+    Block("cell", lambda: Cell(query_states=UNIT.states(0), states=UNIT.states(0)), 1),
     Block("dot-products", lambda: DotProducts(lanes=LANES), LANES),
     Block("scoring", lambda: Scoring(queries=QUERIES, pipes=1)),
     Block("score-pipe", ScorePipe),
+    Block("softcap", Softcap),
+    Block("bias", Bias),
     Block("weight-pipe", WeightPipe),
     Block("element-decoder", ElementDecoder, 1),
+    Block("scaler", Scaler, 1),
+    Block("scales", lambda: Scales(shape=UNIT), LANES),
     Block("product", Product, 1),
-    Block("term-aligner", lambda: TermAligner(significand_bits=29), 1),
+    Block("term-aligner", lambda: TermAligner(significand_bits=PRODUCT_BITS), 1),
     Block("binned-accumulator", lambda: BinnedAccumulator(states=16), 1),
     Block("loader", lambda: Loader(shape=UNIT), LANES),
     Block("streamer", lambda: Streamer(shape=UNIT, outstanding=64), LANES),
-    Block("issue", lambda: Issue(shape=UNIT)),
+    Block("issue", lambda: Issue(shape=UNIT, outstanding=64)),
     Block("drain", lambda: Drain(shape=UNIT), LANES),
     Block("results", lambda: Results(units=2, finish_lanes=FINISH_LANES), FINISH_LANES),
     Block("merge", lambda: Merge(units=2, finish_lanes=FINISH_LANES), FINISH_LANES),
