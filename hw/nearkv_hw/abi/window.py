@@ -92,10 +92,14 @@ RING = Layout(
 CHANNEL_COUNTERS = Layout(
     "channel counters",
     LINE_BITS,
-    Field("unit_lines", 64, "K and V lines that the unit took"),
+    Field("unit_lines", 64, "lines of K, V and scales that the unit took"),
     Field("unit_busy", 64, "cycles in which the unit had a page to stream or a line under way"),
     Field("unit_no_data", 64, "busy cycles without a line from memory"),
-    Field("unit_wait", 64, "busy cycles in which a line waited for weights or space"),
+    Field(
+        "unit_wait",
+        64,
+        "busy cycles in which a line waited for weights, space, or the lanes' other steps of it",
+    ),
     Field("fabric_reads", 64, "lines read by host and walker, and by units behind the crossbar"),
     Field("fabric_writes", 64, "lines written"),
     Field("conflicts", 64, "cycles in which unit and fabric wanted the channel"),
