@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .arguments import whole_number
+from .arguments import one_of, whole_number
 from .cache import KVCache
 from .device import Device
-from .errors import ArgumentError
+from .quantise.formats import PRESETS
 from .sequences import Sequence
 
 
@@ -24,7 +24,7 @@ class Workload:
     kv_heads, group : KV heads, and query heads of each.
     batch : sequences.
     head_dim : elements of a K row and of a V row.
-    dtype : "bf16" or "fp16".
+    dtype : a preset of `nearkv.quantise.PRESETS`.
     page_rows : rows of a page.
     """
 
@@ -39,8 +39,7 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("rows", "kv_heads", "group", "batch"):
             whole_number(name, getattr(self, name), 1, 1 << 20)
-        if self.dtype not in ("bf16", "fp16"):
-            raise ArgumentError(f"dtype={self.dtype!r}: there are bf16 and fp16")
+        one_of("dtype", self.dtype, PRESETS)
 
     @property
     def jobs(self) -> int:
@@ -49,8 +48,10 @@ class Workload:
 
     @property
     def lines(self) -> int:
-        """K and V lines that a step needs, each counted once."""
-        return 2 * self.jobs * self.rows * -(-self.head_dim * 2 // 64)
+        """Lines of K, V and their scales that a step needs, each counted once."""
+        layout = PRESETS[self.dtype].layout(self.head_dim, self.head_dim, self.page_rows)
+        pages, rest = divmod(self.rows, self.page_rows)
+        return self.jobs * (pages * layout.lines(0, self.page_rows) + layout.lines(0, rest))
 
     def to_dict(self) -> dict[str, Any]:
         """Fields as plain values."""
@@ -59,7 +60,7 @@ class Workload:
     def fill(self, device: Device) -> Filled:
         """Put the rows on a device that has room for them, one sequence's after the other's."""
         generator = torch.Generator().manual_seed(self.rows)
-        dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float16
+        dtype = torch.float16 if self.dtype == "fp16" else torch.bfloat16
         cache = device.kv_cache(
             layers=1,
             kv_heads=self.kv_heads,

@@ -25,10 +25,14 @@ def run(*arguments: str):
 def test_info():
     result = run("info", "model:card", "--json")
     assert result.exit_code == 0
-    assert json.loads(result.output) == {
+    told = json.loads(result.output)
+    rates = told.pop("lines_per_cycle")
+    assert told == {
         "spec": "model:card", "kind": "model", "config": PRESETS["card"].to_dict(),
         "features": [flag.name.lower() for flag in Feature],
     }  # fmt: skip
+    assert rates == dict.fromkeys(rates, 1.0)
+    assert {"bf16", "fp8", "q4_0", "nvfp4"} <= set(rates)
     shown = run("info")
     assert shown.exit_code == 0
     assert "2,147,483,648" in shown.output

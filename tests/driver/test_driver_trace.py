@@ -137,5 +137,15 @@ def test_workloads():
         assert done.attention_lines == work.lines
     with pytest.raises(ArgumentError, match="rows"):
         Workload(rows=0)
-    with pytest.raises(ArgumentError, match="there are bf16 and fp16"):
-        Workload(dtype="fp8")
+    with pytest.raises(ArgumentError, match="fp7"):
+        Workload(dtype="fp7")
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "q4_0", "nvfp4"])
+def test_workloads_of_narrow_formats(dtype):
+    """A step streams as many lines as the workload says, scales and shared lines among them."""
+    work = Workload(rows=100, kv_heads=2, batch=1, head_dim=48, dtype=dtype)
+    with nearkv.open("model") as device, work.fill(device) as filled:
+        before = device.stats()
+        filled.step()
+        assert (device.stats() - before).attention_lines == work.lines

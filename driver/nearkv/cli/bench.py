@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from .output import JsonOption, print_results
+from .overrides import SetOption, overrides_of
 from .progress import steps_bar
 
 app = typer.Typer(name="bench", help="Measure something and print named results.", no_args_is_help=True)
@@ -57,6 +58,29 @@ def model(
     with steps_bar(len(lengths)) as steps:
         results = list(bench.measure(lengths, repeats=repeats, progress=steps))
     print_results("model", results, as_json)
+
+
+@app.command()
+def formats(
+    device: Annotated[str, typer.Option(help="Which device: rtl, model, with a preset.")] = "rtl:card",
+    kv_format: Annotated[
+        list[str] | None, typer.Option(help="A KV format; may be given again. All presets if not given.")
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how many lines a unit takes in a cycle, by KV format (formats.lines_per_cycle).
+
+    Rows of 128 elements and of 32, with as many query heads as a unit keeps. A card with the fixed memory and
+    one channel shows as much as a whole one, and is built in a fraction of the time:
+    --set channels=1 --set dram=fixed.
+    """
+    from nearkv.bench import formats as bench
+
+    wanted = kv_format or bench.ALL
+    with steps_bar(bench.steps(wanted)) as steps:
+        results = list(bench.measure(device, formats=wanted, progress=steps, **overrides_of(overrides)))
+    print_results(f"formats on {device}", results, as_json)
 
 
 @app.command()
