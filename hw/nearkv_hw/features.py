@@ -8,6 +8,7 @@ FEATURES = (
     | Feature.CODEBOOKS
     | Feature.SHORT_ROWS
     | Feature.LATENT
+    | Feature.LARGE_ROWS
     | Feature.SOFTCAP
     | Feature.ALIBI
     | Feature.QUERY_ROWS

@@ -43,8 +43,8 @@ from .results.writer import Writer
 LANES = 8
 QUERIES = 1
 FINISH_LANES = 2
-UNIT = UnitShape(lanes=LANES, queries=QUERIES, finish_lanes=FINISH_LANES, max_dim=64)
-"""With 64 elements per row, each of 8 lanes has the memory that each of the device's 32 has."""
+UNIT = UnitShape(lanes=LANES, queries=QUERIES, finish_lanes=FINISH_LANES, max_dim=256)
+"""With 256 elements per row, each of 8 lanes has the memory that each of the device's 32 has."""
 CONFIG = configure("small", queries=QUERIES, capacity_bytes=256 << 20, ring_slots=16)
 MASTERS = 3
 CONTROLLER_TAG_BITS = 10

@@ -27,8 +27,8 @@ SCORE_BITS = SCORE_LIMIT.bit_length() + 1
 
 DOT_TOP_BITS = 5
 """Bits of a dot product's top bin: -9 to 8, and `empty_top`."""
-DOT_LIMB_BITS = 41
-"""Bits of a dot product's limbs: 256 terms below 2^32, signed."""
+DOT_LIMB_BITS = 43
+"""Bits of a dot product's limbs: 1,023 terms below 2^32, signed."""
 
 _EXPONENT_BITS = 12
 

@@ -82,7 +82,8 @@ class Scales(wiring.Component):
 
     Members
     -------
-    load, load_value, line, row : In : a line of scales of K or of V; which of its rows comes next.
+    load, load_value, line, row, second : In : a line of scales of K or of V; which of its rows comes next, or
+        that it is the second line of a row's own.
     step, value, number, last, codes : In : a step is taken: of V or K, its number in the row, whether it is
         the row's last one, how the rows are stored. Without `step`, or without scales, all scales are one.
     scales, kind : Out : scales of every `SCALE_LANES` lanes, and what they are, `latency_cycles` later.
@@ -98,6 +99,7 @@ class Scales(wiring.Component):
                 "load_value": In(1),
                 "line": In(LINE_BITS),
                 "row": In(SCALE_ROW_BITS),
+                "second": In(1),
                 "step": In(1),
                 "value": In(1),
                 "number": In(range(shape.row_lines)),
@@ -111,11 +113,14 @@ class Scales(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         codes = self.codes
-        lines = [Signal(LINE_BITS, name=f"line_{of}", reset_less=True) for of in "kv"]
+        lines = [Signal(2 * LINE_BITS, name=f"line_{of}", reset_less=True) for of in "kv"]
         rows = [Signal(SCALE_ROW_BITS, name=f"row_{of}", reset_less=True) for of in "kv"]
         for value, (line, row) in enumerate(zip(lines, rows, strict=True)):
             with m.If(self.load & (self.load_value == value)):
-                m.d.sync += [line.eq(self.line), row.eq(self.row)]
+                with m.If(self.second):
+                    m.d.sync += line[LINE_BITS:].eq(self.line)
+                with m.Else():
+                    m.d.sync += [line[:LINE_BITS].eq(self.line), row.eq(self.row)]
             with m.Elif(self.step & self.last & (self.value == value)):
                 m.d.sync += row.eq(row + 1)
         line, row = (Mux(self.value, of[1], of[0]) for of in (lines, rows))
@@ -132,7 +137,7 @@ class Scales(wiring.Component):
         m.d.sync += [self.kind[form.name].eq(kinds[form]) for form in SCALE_KINDS]
         for group in range(self.shape.scale_groups):
             element = (self.number << codes.step_shift) + group * SCALE_LANES
-            at = Signal(SCALE_ROW_BITS, name=f"at_{group}")
+            at = Signal(SCALE_ROW_BITS + 1, name=f"at_{group}")
             word = Signal(CODE_BITS, name=f"word_{group}")
             byte = Signal(8, name=f"byte_{group}")
             m.d.comb += [

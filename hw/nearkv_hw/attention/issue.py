@@ -202,6 +202,7 @@ class Issue(wiring.Component):
             kept.load_value.eq(is_v),
             kept.line.eq(line),
             kept.row.eq(tag.row),
+            kept.second.eq(tag.second),
             kept.step.eq(score | value),
             kept.value.eq(is_v),
             kept.number.eq(step),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from amaranth.hdl import Mux
 from amaranth.lib import data, enum
 
-from ..abi.descriptor import MAX_HEAD_DIM, MAX_VALUE_DIM
+from ..abi.descriptor import MAX_LARGE_DIM
 from ..abi.formats import SCALE_BLOCKS
 from ..interfaces import ROW_BITS
 
@@ -26,8 +26,8 @@ class LineParts(enum.Enum, shape=2):
 SCALE_LANES = SCALE_BLOCKS[0]
 """Lanes that have the same scale, whatever the block."""
 
-MAX_DIM = max(MAX_HEAD_DIM, MAX_VALUE_DIM)
-"""Largest head_dim and value_dim of a job."""
+MAX_DIM = 1 << MAX_LARGE_DIM.bit_length()
+"""What is beyond the largest head_dim and value_dim of a job."""
 
 BLOCK_ROWS = 16
 """Rows that are streamed in one go."""
@@ -52,8 +52,8 @@ class UnitShape:
         one.
     queries : query heads kept per pass: 1, 2, 4, 8 or 16.
     finish_lanes : lanes of a partial beat: 2, 4 or 8, at most half of `line_lanes`.
-    max_dim : largest head_dim and value_dim: 64, 128 or 256. Below 256 a unit is for synthesis: with 64, each
-        of 8 lanes has the memory that each of 32 has with 256.
+    max_dim : largest head_dim and value_dim: 64, 128, 256 or 1,024. Below 1,024 a unit is for synthesis and
+        tests: with 256, each of 8 lanes has the memory that each of 32 has with 1,024.
 
     Raises
     ------
@@ -83,8 +83,8 @@ class UnitShape:
                 f"finish_lanes must be 2, 4 or 8 and at most half of line_lanes={self.line_lanes}, "
                 f"not {self.finish_lanes!r}"
             )
-        if self.max_dim not in (64, 128, 256):
-            raise ValueError(f"max_dim must be 64, 128 or 256, not {self.max_dim!r}")
+        if self.max_dim not in (64, 128, 256, MAX_DIM):
+            raise ValueError(f"max_dim must be 64, 128, 256 or {MAX_DIM}, not {self.max_dim!r}")
 
     @property
     def row_lines(self):

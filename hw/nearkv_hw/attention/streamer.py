@@ -50,6 +50,7 @@ def line_tag(shape):
             "place": 2,  # of rows that share the line, the first one that counts
             "rows": 2,  # how many of them count, less one
             "row": SCALE_ROW_BITS,  # of scales: which of the line's rows comes next
+            "second": 1,  # or that it is the second line of a row's own
             "page": PAGE_BITS,
         }
     )
@@ -74,7 +75,7 @@ def row_lines(shape):
             "last": range(shape.row_lines),  # last line of a row
             "pitch": 2,  # log2 of the rows that share a line
             "scaled": 1,
-            "scale_shift": 3,  # log2 of the bytes of a row's scales
+            "scale_shift": 3,  # log2 of the bytes of a row's scales, at most two lines
         }
     )
 
@@ -155,6 +156,7 @@ class Streamer(wiring.Component):
         numbers = {kind: Signal(range(PASSES), name=f"{kind}_number") for kind in ("k", "v")}
         blocks = {kind: Signal(_Block, name=f"{kind}_block") for kind in ("k", "v")}
         line = Signal(range(self.shape.row_lines))
+        second, again = Signal(), Signal()  # a row's scales may take two lines
         now, tenant = Signal(row_lines(self.shape)), Signal(TENANT_BITS)  # of the block under way
         latent = Signal()
         active, is_v = Signal(), Signal()
@@ -191,12 +193,16 @@ class Streamer(wiring.Component):
             tags.i.payload.place.eq(place),
             tags.i.payload.rows.eq(rows - 1),
             tags.i.payload.row.eq(block.row),
+            tags.i.payload.second.eq(second),
             tags.i.payload.page.eq(block.page),
         ]
         pass_first = Signal(init=1)
         with m.If(step & ~is_v & ~block.due):
             m.d.sync += pass_first.eq(block.end)
         m.d.comb += self.starts.eq(step & ~is_v & ~block.due & ~block.end & pass_first)
+        m.d.comb += again.eq(block.due & (now.scale_shift > SCALE_ROW_BITS) & ~second)
+        with m.If(step):
+            m.d.sync += second.eq(again)
         next_row = Signal(SCALE_ROW_BITS)
         m.d.comb += next_row.eq(block.row + Mux(row_end, rows, 0))
         with m.If(step):
@@ -208,7 +214,7 @@ class Streamer(wiring.Component):
                         blocks[kind].scales.eq(block.scales + block.due),
                         blocks[kind].rows.eq(block.rows - Mux(row_end, rows, 0)),
                         blocks[kind].row.eq(next_row),
-                        blocks[kind].due.eq(row_end & now.scaled & _starts_line(next_row, now)),
+                        blocks[kind].due.eq(again | (row_end & now.scaled & _starts_line(next_row, now))),
                         numbers[kind].eq(numbers[kind] + block.end),
                     ]
 

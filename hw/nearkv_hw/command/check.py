@@ -12,9 +12,7 @@ from ..abi.descriptor import (
     FLAG_EXTENDED,
     FLAG_SINKS,
     MAX_GROUP,
-    MAX_HEAD_DIM,
     MAX_PAGE_ROWS_LOG2,
-    MAX_VALUE_DIM,
     MIN_PAGE_ROWS_LOG2,
     NOP,
     OPTION_ALIBI,
@@ -249,9 +247,7 @@ def _among(value, choices):
 def _bad_geometry(attend, extended, latent):
     return Cat(
         attend.head_dim == 0,
-        attend.head_dim > MAX_HEAD_DIM,
         attend.value_dim == 0,
-        attend.value_dim > MAX_VALUE_DIM,
         attend.group == 0,
         attend.group > MAX_GROUP,
         latent & (attend.value_dim > attend.head_dim),

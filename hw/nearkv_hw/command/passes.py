@@ -9,7 +9,7 @@ from ..abi.descriptor import WORD_BYTES
 from ..abi.lines import LINE_BYTES
 from ..abi.memory import ENTRIES_PER_LINE
 from ..interfaces import LINE_ADDRESS_BITS, ResultJob, UnitJob
-from .records import QUERIES_BITS, RUN_BITS, PageWork, Plan, QueryWork, Run
+from .records import QUERIES_BITS, QUERY_LINES_BITS, RUN_BITS, PageWork, Plan, QueryWork, Run
 
 PASS = data.StructLayout(
     {
@@ -113,7 +113,7 @@ class Passes(wiring.Component):
         """The pass that stands in the registers, as the blocks behind want it."""
         plan, out = self.i.payload, self.o.payload
         unit, result = out.unit, out.result
-        lines_of_heads = Signal(8)
+        lines_of_heads = Signal(QUERY_LINES_BITS)
         m.d.comb += lines_of_heads.eq(plan.query_lines * heads)
         for name in (
             "head_dim",

@@ -13,7 +13,15 @@ from ..abi.numerics import MAX_ROWS
 from ..arithmetic.decode import code_width
 from ..common.buffer import Buffer
 from ..row_layout import lines_less_one, scale_shift
-from .records import Checked, Job, Plan, Planned
+from .records import (
+    PAGE_LINE_BITS,
+    RESULT_LINES_BITS,
+    ROW_LINES_BITS,
+    Checked,
+    Job,
+    Plan,
+    Planned,
+)
 
 _QUERY_BYTES = 2  # of an element
 _ENTRIES_SHIFT = ENTRIES_PER_LINE.bit_length() - 1
@@ -22,7 +30,7 @@ _KEPT = sorted({name for name, _ in data.Layout.cast(Job)} & {name for name, _ i
 """What a plan has from its job as it is."""
 _ROWS = data.StructLayout(
     {
-        "lines": 4,  # of a row's codes
+        "lines": ROW_LINES_BITS,  # of a row's codes
         "pitch": 2,  # log2 of the rows that share a line
         "scaled": 1,
         "shift": 3,  # log2 of the bytes of a row's scales
@@ -30,19 +38,19 @@ _ROWS = data.StructLayout(
 )
 _AREAS = data.StructLayout(
     {
-        "codes": 18,  # lines of a page
-        "scales": 18,
-        "codes_first": 18,  # lines before those of the first visible row
-        "scales_first": 18,
+        "codes": PAGE_LINE_BITS,  # lines of a page
+        "scales": PAGE_LINE_BITS,
+        "codes_first": PAGE_LINE_BITS,  # lines before those of the first visible row
+        "scales_first": PAGE_LINE_BITS,
     }
 )
 _MEASURED = data.StructLayout(
     {
         "checked": Checked,
-        "query_lines": 4,
+        "query_lines": ROW_LINES_BITS,
         "k": _ROWS,
         "v": _ROWS,
-        "result_lines": 8,
+        "result_lines": RESULT_LINES_BITS,
         "last_row": 32,
         "first_page": 32,
         "begin": MAX_PAGE_ROWS_LOG2,  # first visible row of the first page
@@ -125,7 +133,7 @@ class Planner(wiring.Component):
     def _place(self, m, divided, out):
         measured = divided.measured
         checked, job, plan = measured.checked, measured.checked.job, out.plan
-        work, page_rows, page_lines = plan.work, Signal(14), Signal(19)
+        work, page_rows, page_lines = plan.work, Signal(14), Signal(PAGE_LINE_BITS)
         in_page = Cat(n < job.page_rows_log2 for n in range(MAX_PAGE_ROWS_LOG2))  # page_rows - 1, but fast
         k_lines, v_lines = (divided[rows].codes + divided[rows].scales for rows in ("k", "v"))
         latent = job.latent

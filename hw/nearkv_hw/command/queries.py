@@ -8,7 +8,7 @@ from ..abi.descriptor import Status
 from ..abi.lines import LINE_BITS
 from ..common.fork import Fork
 from ..interfaces import Fault, QueryLine, QueryLineKind
-from .records import Outcome, QueryWork, Run, WalkLine
+from .records import QUERY_LINES_BITS, Outcome, QueryWork, Run, WalkLine
 
 _PARTS = (  # in their order: kind, where its first line is, how many there are
     (QueryLineKind.QUERY, "line", lambda work: work.lines),
@@ -89,7 +89,7 @@ class QueryFeed(wiring.Component):
         m = Module()
         shape = data.StructLayout({"data": LINE_BITS, "kind": QueryLineKind, "last_of_all": 1, "last": 1})
         m.submodules.fork = fork = Fork(shape=shape, outputs=self.units)
-        left = [Signal(8, name=f"left_{kind.name}") for kind, _, _ in _PARTS]
+        left = [Signal(QUERY_LINES_BITS, name=f"left_{kind.name}") for kind, _, _ in _PARTS]
         streaming = Signal()
         status = Signal(Status)
         item = fork.i.payload.payload
@@ -105,8 +105,7 @@ class QueryFeed(wiring.Component):
             ]
         some = [count.any() for count in left]
         sinks = ~Cat(some[:-1]).any()
-        total = Signal(9)
-        for_all = Signal(9)
+        total, for_all = Signal(QUERY_LINES_BITS + 1), Signal(QUERY_LINES_BITS + 1)
         m.d.comb += [
             for_all.eq(left[0] + left[1] + left[2]),
             total.eq(for_all + left[3]),

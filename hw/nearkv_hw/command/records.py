@@ -7,15 +7,25 @@ completion record) and, when it is a good attention job, a `Plan`, which is spli
 from amaranth.hdl import signed
 from amaranth.lib import data
 
-from ..abi.descriptor import CLAIM, Status
+from ..abi.config import QUERY_CHOICES
+from ..abi.descriptor import CLAIM, MAX_LARGE_DIM, MAX_PAGE_ROWS_LOG2, Status
 from ..abi.formats import OutputForm
-from ..abi.lines import LINE_BITS
+from ..abi.lines import LINE_BITS, lines_of
+from ..abi.memory import ResultLayout
 from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, POSITION_BITS, ROW_BITS, TENANT_BITS, Fault
 
 QUERIES_BITS = 15
 """Queries of a job: at most `MAX_GROUP` heads of 255 query rows."""
 PASSES_BITS = QUERIES_BITS
 """Passes of a job: as many as queries, when a unit keeps one."""
+ROW_LINES_BITS = lines_of(2 * MAX_LARGE_DIM).bit_length()
+"""Lines of a row, and of a query."""
+QUERY_LINES_BITS = (max(QUERY_CHOICES) * lines_of(2 * MAX_LARGE_DIM)).bit_length()
+"""Lines of a pass's queries."""
+RESULT_LINES_BITS = ResultLayout(MAX_LARGE_DIM, OutputForm.PARTIAL).lines.bit_length()
+"""Lines of a query's result."""
+PAGE_LINE_BITS = ROW_LINES_BITS + MAX_PAGE_ROWS_LOG2 + 2
+"""Lines of a page, as a descriptor may ask for: K and V, and as many scales."""
 LIST_LINES_BITS = 4
 """Lines of a list with a float32 for each of at most `MAX_GROUP` query heads."""
 EXTENT_BITS = CLAIM["first_extent"].width
@@ -112,15 +122,15 @@ class PageWork(data.Struct):
     first_begin: 14  # first visible row of the first page
     last_end: 14  # the row after the last visible one of the last page
     page_rows: 14
-    page_lines: 18
+    page_lines: PAGE_LINE_BITS
     first_index: ROW_BITS  # first row of the first page, in the context
-    k_scales: 17  # scales of a page's first K row, where rows have scales
-    v_offset: 17  # first V row of a page
-    v_scales: 18
-    k_first: 17  # first visible K row of the first page
-    k_scales_first: 18
-    v_first: 18  # first visible V row of the first page
-    v_scales_first: 18
+    k_scales: PAGE_LINE_BITS  # scales of a page's first K row, where rows have scales
+    v_offset: PAGE_LINE_BITS  # first V row of a page
+    v_scales: PAGE_LINE_BITS
+    k_first: PAGE_LINE_BITS  # first visible K row of the first page
+    k_scales_first: PAGE_LINE_BITS
+    v_first: PAGE_LINE_BITS  # first visible V row of the first page
+    v_scales_first: PAGE_LINE_BITS
 
 
 class Plan(data.Struct):
@@ -145,8 +155,8 @@ class Plan(data.Struct):
     window: 24
     kept: 24
     queries: QUERIES_BITS  # of all query rows
-    query_lines: 4  # lines of a query
-    result_lines: 8  # lines of one query head's result
+    query_lines: ROW_LINES_BITS  # lines of a query
+    result_lines: RESULT_LINES_BITS  # lines of one query head's result
     k_format: 4
     v_format: 4
     k_scale: 3
@@ -207,7 +217,7 @@ class QueryWork(data.Struct):
 
     tenant: TENANT_BITS
     line: LINE_ADDRESS_BITS
-    lines: 8  # query lines, at most 16 queries of 8 lines
+    lines: QUERY_LINES_BITS
     codebook: 1
     codebook_line: LINE_ADDRESS_BITS
     list_lines: LIST_LINES_BITS  # lines of each list

@@ -10,7 +10,7 @@ import cocotb
 import pytest
 from attention_golden import float32_bits
 from cocotb.triggers import RisingEdge
-from nearkv_hw.abi.descriptor import Status
+from nearkv_hw.abi.descriptor import MAX_LARGE_DIM, Status
 from nearkv_hw.abi.formats import BF16, ELEMENT_FORMATS, FP4_E2M1, FP16, INT8, LUT4, QUERY_FORMATS
 from nearkv_hw.attention.shape import MAX_DIM
 from nearkv_hw.attention.unit import COUNTERS, AttentionUnit
@@ -38,7 +38,7 @@ LATENCY_CYCLES = 40
     "shape",
     [
         {"lanes": 8, "queries": 2, "finish_lanes": 2, "max_dim": 128},
-        {"lanes": 8, "queries": 4, "finish_lanes": 4, "weight_pipes": 2},
+        {"lanes": 8, "queries": 4, "finish_lanes": 4, "weight_pipes": 2, "max_dim": 256},
         {"lanes": 32, "queries": 4, "finish_lanes": 2},
         {"lanes": 16, "line_lanes": 8, "queries": 2, "finish_lanes": 2, "max_dim": 128},
         {"lanes": 32, "line_lanes": 8, "queries": 2, "finish_lanes": 4, "max_dim": 128},
@@ -61,7 +61,7 @@ def test_attention_unit(shape):
             {"lanes": 4, "finish_lanes": 4},
             "finish_lanes must be 2, 4 or 8 and at most half of line_lanes=4, not 4",
         ),
-        ({"max_dim": 96}, "max_dim must be 64, 128 or 256, not 96"),
+        ({"max_dim": 96}, "max_dim must be 64, 128, 256 or 1024, not 96"),
         ({"outstanding": 3}, "outstanding must be an integer of at least 4, not 3"),
         ({"weight_pipes": 3}, "weight_pipes must divide queries=4, not 3"),
     ],
@@ -78,7 +78,7 @@ class Bench:
         self.dut = dut
         self.rng = random(name)
         self.line_lanes = parameters().get("line_lanes", parameters()["lanes"])
-        self.passes = Passes(self.line_lanes, parameters().get("max_dim", MAX_DIM))
+        self.passes = Passes(self.line_lanes, min(parameters().get("max_dim", MAX_DIM), MAX_LARGE_DIM))
         self.finish_lanes = parameters()["finish_lanes"]
         self.idle = idle
         self.responses = []  # cycles in which answers were taken

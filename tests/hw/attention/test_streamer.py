@@ -68,9 +68,11 @@ class Bench:
                 row = 0
                 while row < rows:
                     there = item["row"] + row
-                    if stored["scaled"] and (row == 0 or there % (64 >> stored["scale_shift"]) == 0):
-                        of.append((scales, page, there % 64, None, None))
-                        scales += 1
+                    shared_scales = max(64 >> stored["scale_shift"], 1)
+                    if stored["scaled"] and (row == 0 or there % shared_scales == 0):
+                        for second in range(1 + (stored["scale_shift"] > 6)):
+                            of.append((scales, page, (there % 64, second), None, None))
+                            scales += 1
                     place = there % shared
                     taken = min(shared - place, rows - row)
                     last = stored["last"]
@@ -90,9 +92,9 @@ async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
     plans = [
         (1, 1),
         (4, 2, 1, 1),
-        (2, 8, 3, None),
+        (2, 8, 7, None),
         (1, 3, None, 0),
-        (8, 8, 5, 5),
+        (8, 8, 5, 7),
         (1, 1, 4, 0),
         (2, 1, 2, 4),
         (1, 1, None, None, (1, 2)),
@@ -125,7 +127,8 @@ async def streams_every_row_once_and_v_behind_k(dut, idle, backpressure):
             (request,) = await bench.requests.receive()
             scales = kind in SCALES
             kind = SCALES.get(kind, kind)
-            known = (tag["row"], None, None) if scales else (None, tag["place"], tag["rows"])
+            told = (tag["row"], tag["second"])
+            known = (told, None, None) if scales else (None, tag["place"], tag["rows"])
             assert (request["line"], tag["page"], *known) == lines[kind][at[kind]]
             assert request["tenant"] == number + 1
             at[kind] += 1

@@ -42,7 +42,7 @@ class RowScales:
 
     def pitch(self, dim):
         """Bytes from one row's scales to the next row's."""
-        return 1 << (self.count(dim) * self.format.bits // 8 - 1).bit_length()
+        return 1 << (self.count(dim) * self.format.bits // 8 - 1).bit_length()  # two lines at most
 
     @property
     def fields(self):
@@ -197,7 +197,7 @@ class Passes:
                 self.memory += self._area(stored[there], form, pitches[kind], item["row"])
                 if how:
                     item[f"{kind}_scales"] = len(self.memory)
-                    own = item["row"] % (LINE_BYTES // how.pitch(dim))
+                    own = item["row"] % max(LINE_BYTES // how.pitch(dim), 1)
                     self.memory += _scale_lines(scales[kind][there], how, dim, own)
             item["row"] %= LINE_BYTES
             self.pages.append(item)

@@ -138,8 +138,8 @@ class Reference:
         if not self.config.units:
             return Status.NO_UNITS
         if not (
-            1 <= head["head_dim"] <= 256
-            and 1 <= head["value_dim"] <= (head["head_dim"] if latent else 256)
+            head["head_dim"] >= 1
+            and 1 <= head["value_dim"] <= (head["head_dim"] if latent else 1023)
             and 1 <= head["group"] <= 128
             and 1 <= head["query_rows"] <= (255 if head["flags"] & FLAG_EXTENDED else 1)
             and 2 <= head["page_rows_log2"] <= 13
