@@ -54,8 +54,8 @@ class Passes(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         plan, given = self.i.payload, self.i.payload.work
-        head = Signal(QUERIES_BITS)  # first query of the pass
-        heads = Signal(5)  # queries of the pass
+        done = Signal(QUERIES_BITS)  # first query of the pass
+        now = Signal(5)  # queries of the pass
         entry_offset = Signal(plan.kv_head.shape().width + plan.entry_lines.shape().width, reset_less=True)
         query_line = Signal(LINE_ADDRESS_BITS, reset_less=True)
         result_line = Signal(LINE_ADDRESS_BITS, reset_less=True)
@@ -63,15 +63,15 @@ class Passes(wiring.Component):
         entry_count = Signal(RUN_BITS, reset_less=True)
         work = Signal(PageWork, reset_less=True)
 
-        self._describe(m, head, heads, query_line, result_line, entry_line, entry_count, work)
+        self._describe(m, done, now, query_line, result_line, entry_line, entry_count, work)
         shift = self.queries.bit_length() - 1
 
         with m.FSM():
             with m.State("START"):
                 first, last = given.first_page >> _ENTRIES_SHIFT, given.last_page >> _ENTRIES_SHIFT
                 m.d.sync += [
-                    head.eq(0),
-                    heads.eq(self._at_most(plan.queries)),
+                    done.eq(0),
+                    now.eq(self._at_most(plan.queries)),
                     entry_offset.eq(plan.kv_head * plan.entry_lines),
                     entry_count.eq(Mux(given.empty, 0, last - first + 1)),
                     query_line.eq(plan.queries_line),
@@ -92,29 +92,29 @@ class Passes(wiring.Component):
                 m.d.comb += self.o.valid.eq(1)
                 with m.If(self.o.ready):
                     m.d.sync += [
-                        head.eq(head + heads),
+                        done.eq(done + now),
                         query_line.eq(query_line + (plan.query_lines << shift)),
                         result_line.eq(result_line + (plan.result_lines << shift)),
                     ]
                     m.next = "NEXT"
             with m.State("NEXT"):
-                m.d.sync += heads.eq(self._at_most((plan.queries - head)[:QUERIES_BITS]))
-                with m.If(head == plan.queries):
+                m.d.sync += now.eq(self._at_most((plan.queries - done)[:QUERIES_BITS]))
+                with m.If(done == plan.queries):
                     m.d.comb += self.i.ready.eq(1)
                     m.next = "START"
                 with m.Else():
                     m.next = "SEND"
         return m
 
-    def _at_most(self, heads_left):
-        return Mux(heads_left > self.queries, self.queries, heads_left)
+    def _at_most(self, left):
+        return Mux(left > self.queries, self.queries, left)
 
-    def _describe(self, m, head, heads, query_line, result_line, entry_line, entry_count, work):
+    def _describe(self, m, done, now, query_line, result_line, entry_line, entry_count, work):
         """The pass that stands in the registers, as the blocks behind want it."""
         plan, out = self.i.payload, self.o.payload
         unit, result = out.unit, out.result
-        lines_of_heads = Signal(QUERY_LINES_BITS)
-        m.d.comb += lines_of_heads.eq(plan.query_lines * heads)
+        lines_of_queries = Signal(QUERY_LINES_BITS)
+        m.d.comb += lines_of_queries.eq(plan.query_lines * now)
         for name in (
             "head_dim",
             "value_dim",
@@ -142,16 +142,16 @@ class Passes(wiring.Component):
             m.d.comb += unit[name].eq(plan[name])
         m.d.comb += [
             unit.tenant.eq(plan.tenant),
-            unit.queries.eq(heads),
-            unit.first.eq(head == 0),
+            unit.queries.eq(now),
+            unit.first.eq(done == 0),
             result.tenant.eq(plan.tenant),
-            result.queries.eq(heads),
+            result.queries.eq(now),
             result.value_dim.eq(plan.value_dim),
             result.form.eq(plan.form),
             result.line.eq(result_line),
             out.query_work.tenant.eq(plan.tenant),
             out.query_work.line.eq(query_line),
-            out.query_work.lines.eq(lines_of_heads),
+            out.query_work.lines.eq(lines_of_queries),
             out.query_work.list_lines.eq((plan.group + (1 << _LIST_SHIFT) - 1) >> _LIST_SHIFT),
             *(out.query_work[name].eq(plan[name]) for name in _LISTS),
             out.entry_run.tenant.eq(plan.tenant),
