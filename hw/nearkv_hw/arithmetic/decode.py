@@ -101,18 +101,48 @@ class ElementDecoder(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        chosen = [self.kind[form.name] for form in self.formats]
+        floats = [form for form in self.formats if not form.integer]
+        integers = [form for form in self.formats if form.integer]
 
-        def select(of, bits):
-            values = []
-            for form in self.formats:
-                value = Signal(bits, name=f"{of.__name__}_{form.name}")
-                m.d.comb += value.eq(of(form, self.code[: form.bits]))
-                values.append(value)
-            return one_hot_select(chosen, values)
+        def chosen(forms, values):
+            """The value of the kind's format, zero if it is none of these."""
+            return one_hot_select([self.kind[form.name] for form in forms], values) if forms else Const(0, 1)
 
-        special = select(_special, 1).bool()
-        fraction_set = select(_fraction_set, 1).bool()
+        # fields of floats, with the fraction's first bit and the exponent's last one in fixed places
+        fraction, field = Signal(CODE_SIGNIFICAND_BITS - 1), Signal(_FIELD_BITS)
+        bias, nan, special = Signal(_FIELD_BITS), Signal(), Signal()
+        pads = {form: CODE_SIGNIFICAND_BITS - form.significand_bits for form in floats}
+        m.d.comb += [
+            fraction.eq(
+                chosen(floats, [Cat(Const(0, pads[f]), self.code[: f.fraction_bits]) for f in floats])
+            ),
+            field.eq(chosen(floats, [self.code[f.fraction_bits : f.bits - 1] for f in floats])),
+            bias.eq(chosen(floats, [Const(f.exponent_bias - f.fraction_bits, _FIELD_BITS) for f in floats])),
+            special.eq(
+                chosen(
+                    floats,
+                    [
+                        self.code[f.fraction_bits : f.bits - 1].all()
+                        if f.infinities
+                        else _is_nan(f, self.code)
+                        for f in floats
+                    ],
+                )
+            ),
+            nan.eq(special & fraction.any()),
+        ]
+        # integers: the magnitude's first bit in the place of the significand's
+        magnitudes = [
+            Cat(
+                Const(0, CODE_SIGNIFICAND_BITS - f.bits),
+                Mux(self.code[f.bits - 1], -self.code[: f.bits], self.code[: f.bits])[: f.bits],
+            )
+            for f in integers
+        ]
+        magnitude = chosen(integers, magnitudes)
+        whole = Cat(self.kind[f.name] for f in integers).any() if integers else Const(0)
+        top = chosen(integers, [Const(f.bits - 1, 4) for f in integers])
+
         raw = Signal(CODE_SIGNIFICAND_BITS, reset_less=True)
         raw_exponent = Signal(signed(EXPONENT_BITS), reset_less=True)
         raw_negative = Signal(reset_less=True)
@@ -120,73 +150,42 @@ class ElementDecoder(wiring.Component):
         raw_infinite = Signal(reset_less=True)
         raw_counts = Signal(reset_less=True)
         m.d.sync += [
-            raw.eq(Mux(self.present & ~special, select(_significand, CODE_SIGNIFICAND_BITS), 0)),
-            raw_exponent.eq(select(_exponent, EXPONENT_BITS)),
-            raw_negative.eq(select(_sign, 1)),
+            raw.eq(Mux(self.present & ~special, Cat(fraction, field.any()) | magnitude, 0)),
+            raw_exponent.eq(Mux(whole, top, Mux(field == 0, 1, field) - bias)),
+            raw_negative.eq(chosen(self.formats, [self.code[f.bits - 1] for f in self.formats])),
             raw_counts.eq(self.present),
-            raw_nan.eq(self.present & special & fraction_set),
-            raw_infinite.eq(self.present & special & ~fraction_set),
+            raw_nan.eq(self.present & nan),
+            raw_infinite.eq(self.present & special & ~nan),
         ]
         normalised, shift = normalise_steps(m, raw, (8, 4, 2, 1), "raw")
         element = Signal(CodeElement, reset_less=True)
         negative = Signal(reset_less=True)
-        nan = Signal(reset_less=True)
+        element_nan = Signal(reset_less=True)
         infinite = Signal(reset_less=True)
         counts = Signal(reset_less=True)
         m.d.sync += [
             element.significand.eq(normalised),
             element.exponent.eq(raw_exponent - shift),
             negative.eq(raw_negative),
-            nan.eq(raw_nan),
+            element_nan.eq(raw_nan),
             infinite.eq(raw_infinite),
             counts.eq(raw_counts),
         ]
         m.d.comb += [
             self.element.eq(element),
             self.negative.eq(negative),
-            self.nan.eq(nan),
+            self.nan.eq(element_nan),
             self.infinite.eq(infinite),
             self.counts.eq(counts),
         ]
         return m
 
 
-def _fraction(form, code):
-    return code[: form.fraction_bits]
+_FIELD_BITS = max(form.exponent_bits for form in EXPANDED)
 
 
-def _field(form, code):
-    return code[form.fraction_bits : -1]
-
-
-def _sign(form, code):
-    return code[-1]
-
-
-def _significand(form, code):
-    """The significand with the place of its highest possible one at the top."""
-    if form.integer:
-        magnitude = Mux(code[-1], -code, code)[: form.bits]
-        return Cat(Const(0, CODE_SIGNIFICAND_BITS - form.bits), magnitude)
-    pad = CODE_SIGNIFICAND_BITS - form.significand_bits
-    return Cat(Const(0, pad), _fraction(form, code), _field(form, code).any())
-
-
-def _exponent(form, code):
-    """The exponent of that place."""
-    if form.integer:
-        return Const(form.bits - 1, EXPONENT_BITS)
-    field = _field(form, code)
-    return Mux(field == 0, 1, field) - (form.exponent_bias - form.fraction_bits)
-
-
-def _special(form, code):
-    if form.integer:
-        return Const(0)
-    if form.infinities:
-        return _field(form, code).all()
-    return Cat(code[:-1] == nan for nan in form.nan_codes).any() if form.nan_codes else Const(0)
-
-
-def _fraction_set(form, code):
-    return Const(0) if form.integer else _fraction(form, code).any()
+def _is_nan(form, code):
+    """Whether a code of a format without infinities is NaN."""
+    return (
+        Cat(code[: form.bits - 1] == nan for nan in form.nan_codes).any() if form.nan_codes else Const(0, 1)
+    )

@@ -26,6 +26,7 @@ class Product(wiring.Component):
     element : In(Element) : the element of K or V.
     significand : Out : the product; its top bit is its leading one, clear only when the product is zero.
     exponent : Out : the exponent of that leading one.
+    some : Out : the product is not zero.
     """
 
     latency_cycles = 2
@@ -34,6 +35,7 @@ class Product(wiring.Component):
     element: In(Element)
     significand: Out(PRODUCT_BITS)
     exponent: Out(signed(PRODUCT_EXPONENT_BITS))
+    some: Out(1)
 
     def elaborate(self, platform):
         m = Module()
@@ -41,14 +43,18 @@ class Product(wiring.Component):
         exponent = Signal(signed(PRODUCT_EXPONENT_BITS), reset_less=True)
         significand = Signal(PRODUCT_BITS, reset_less=True)
         leading_exponent = Signal(signed(PRODUCT_EXPONENT_BITS), reset_less=True)
+        nonzero, some = Signal(reset_less=True), Signal(reset_less=True)
         m.d.sync += [
             product.eq(self.factor * self.element.significand),
             exponent.eq(self.factor_exponent + self.element.exponent),
+            nonzero.eq(self.factor[-1] & self.element.significand[-1]),
+            some.eq(nonzero),
             significand.eq(Mux(product[-1], product, product << 1)),
             leading_exponent.eq(exponent + product[-1]),
         ]
         m.d.comb += [
             self.significand.eq(significand),
             self.exponent.eq(leading_exponent),
+            self.some.eq(some),
         ]
         return m

@@ -119,7 +119,7 @@ class Cell(wiring.Component):
             product.factor_exponent.eq(factor_exponent),
         ]
 
-        some = product.significand[-1]
+        some = product.some
         bin = product.exponent >> OFFSET_BITS
         position = Signal(DOT_TOP_BITS)
         m.d.comb += [

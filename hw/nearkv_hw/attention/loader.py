@@ -38,7 +38,6 @@ def pass_parameters(shape):
 
 
 _LIST_SHIFT = (LINE_BITS // FLOAT_BITS).bit_length() - 1
-_LIST_LINES = MAX_GROUP >> _LIST_SHIFT
 
 
 def query_load(shape):
@@ -57,7 +56,7 @@ def query_load(shape):
 
 
 class Loader(wiring.Component):
-    """Loads one query line per cycle, while earlier passes stream.
+    """Loads one query line per cycle, while earlier passes stream; of lists and codebooks one number.
 
     Passes are numbered in turn. A pass is taken when its number is free, and its queries are loaded when the
     pass that had their bank has no more K.
@@ -128,20 +127,21 @@ class Loader(wiring.Component):
         # the query whose parameters come next: its head, and its row's position
         head, position = Signal(8), Signal(signed(POSITION_BITS))
         group = Signal(8)
-        list_line = Signal(range(_LIST_LINES + 1))
+        list_word = Signal(range(MAX_GROUP))
+        word = self.queries.payload.data.word_select(list_word[:_LIST_SHIFT], FLOAT_BITS)
         words = {}
         for kind in (QueryLineKind.SLOPES, QueryLineKind.SINKS):
             m.submodules[f"list_{kind.name.lower()}"] = kept = memory.Memory(
-                shape=LINE_BITS, depth=_LIST_LINES, init=[]
+                shape=FLOAT_BITS, depth=MAX_GROUP, init=[]
             )
             read, write = kept.read_port(domain="comb"), kept.write_port()
             m.d.comb += [
-                read.addr.eq(head >> _LIST_SHIFT),
-                write.addr.eq(list_line),
-                write.data.eq(self.queries.payload.data),
+                read.addr.eq(head),
+                write.addr.eq(list_word),
+                write.data.eq(word),
                 write.en.eq(lists & self.queries.valid & (self.queries.payload.kind == kind)),
             ]
-            words[kind] = read.data.word_select(head[:_LIST_SHIFT], FLOAT_BITS)
+            words[kind] = read.data
         code, cap_code = Signal(FLOAT_BITS), Signal(FLOAT_BITS)
         values = Signal(FLOAT_BITS * self.shape.queries)
         query = Signal(range(self.shape.queries))
@@ -253,7 +253,7 @@ class Loader(wiring.Component):
                     with m.If(self.loads.payload.last):
                         m.d.sync += query.eq(query + 1)
                         with m.If(query + 1 == now.queries):
-                            m.d.sync += [query.eq(0), list_line.eq(0), entry.eq(0)]
+                            m.d.sync += [query.eq(0), list_word.eq(0), entry.eq(0)]
                             m.next = "lists"
                             with m.If(codebook):
                                 m.next = "codebook"
@@ -267,16 +267,19 @@ class Loader(wiring.Component):
                     with m.If(self.queries.ready):
                         m.next = "lists"
             with m.State("lists"):
-                m.d.comb += [lists.eq((now.biased | sinks) & ~done), self.queries.ready.eq(lists)]
-                last_line = list_line == (group - 1) >> _LIST_SHIFT
+                last_word = list_word == group - 1
+                m.d.comb += [
+                    lists.eq((now.biased | sinks) & ~done),
+                    self.queries.ready.eq(lists & (last_word | list_word[:_LIST_SHIFT].all())),
+                ]
                 with m.If(~lists):
                     m.d.sync += done.eq(0)
                     m.next = "opening"
                     with m.If(listed):
                         m.next = "parameters"
                 with m.Elif(self.queries.valid):
-                    m.d.sync += list_line.eq(Mux(last_line, 0, list_line + 1))
-                    with m.If(last_line):
+                    m.d.sync += list_word.eq(Mux(last_word, 0, list_word + 1))
+                    with m.If(last_word):
                         m.d.sync += done.eq((self.queries.payload.kind == QueryLineKind.SINKS) | ~sinks)
             with m.State("parameters"):
                 m.d.sync += [
