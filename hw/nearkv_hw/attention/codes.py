@@ -123,7 +123,7 @@ class Scales(wiring.Component):
                     m.d.sync += [line[:LINE_BITS].eq(self.line), row.eq(self.row)]
             with m.Elif(self.step & self.last & (self.value == value)):
                 m.d.sync += row.eq(row + 1)
-        line, row = (Mux(self.value, of[1], of[0]) for of in (lines, rows))
+        row = Mux(self.value, rows[1], rows[0])
 
         wide, power = wide_scale(codes.scale), is_scale(codes.scale, "e8m0")
         scaled = self.step & codes.scale.any()
@@ -142,7 +142,7 @@ class Scales(wiring.Component):
             byte = Signal(8, name=f"byte_{group}")
             m.d.comb += [
                 at.eq(start + (block_number(element, codes.block) << wide)),
-                word.eq(line.word_select(at[1:], CODE_BITS)),
+                word.eq(Mux(self.value, *(line.word_select(at[1:], CODE_BITS) for line in reversed(lines)))),
                 byte.eq(word.word_select(at[0] & ~wide, 8)),
             ]
             subnormal = (byte == 0) | byte.all()  # 2^-127 is one of bf16's; the other is NaN
