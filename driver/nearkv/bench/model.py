@@ -123,7 +123,9 @@ def _beside_torch(
     yield Figure("sdpa_ms", median(theirs.wall for _, theirs in pairs) * 1e3, "ms", about)
     yield Figure("ratio_to_sdpa", median(ours.wall / theirs.wall for ours, theirs in pairs), "", about)
     yield Figure("rows_per_s", rows * KV_HEADS / seconds, "rows/s", about)
-    yield Figure("busy_cores", median(ours.cores / ours.wall for ours, _ in pairs), "cores", about)
+    # over all pairs: a call is about as short as the ticks in which processor time is counted
+    busy = sum(ours.cores for ours, _ in pairs) / sum(ours.wall for ours, _ in pairs)
+    yield Figure("busy_cores", busy, "cores", about)
 
 
 def _timed(call: Callable[[], Any]) -> _Times:
