@@ -349,6 +349,7 @@ class Jobs:
         }
         extended = any(more.values()) or query_rows > 1
         flags = (FLAG_SINKS if batch.sinks is not None else 0) | (FLAG_EXTENDED if extended else 0)
+        stored = layout.row_fields
         lines = [
             record_line(
                 ATTEND,
@@ -362,8 +363,8 @@ class Jobs:
                 group=part,
                 query_rows=rows,
                 page_rows_log2=layout.page_rows.bit_length() - 1,
-                k_format=layout.k.element.code,
-                v_format=0 if layout.latent else layout.value.element.code,
+                k_format=stored["k_format"],
+                v_format=stored["v_format"],
                 query_format=FORMATS[batch.q.dtype].code,
                 output_form=batch.form,
                 kv_head=kv_head,
@@ -438,22 +439,10 @@ def _lines_of(
 
 def _storage_fields(layout: RowLayout) -> dict[str, int]:
     """What the extension says of how rows are stored."""
-    k, v = layout.k, layout.value
-    books = k.element.codebook or (v.element.codebook and not layout.latent)
+    books = layout.k.element.codebook or layout.value.element.codebook
     options = (OPTION_LATENT if layout.latent else 0) | (OPTION_SUMMARIES if layout.summaries else 0)
-    found = {
-        "options": options | (OPTION_CODEBOOK if books else 0),
-        "k_scale": k.scale_code,
-        "k_block": k.block_code,
-        "k_pitch": k.pitch_code(layout.head_dim),
-    }
-    if not layout.latent:
-        found |= {
-            "v_scale": v.scale_code,
-            "v_block": v.block_code,
-            "v_pitch": v.pitch_code(layout.value_dim),
-        }
-    return found
+    stored = {name: code for name, code in layout.row_fields.items() if not name.endswith("_format")}
+    return {"options": options | (OPTION_CODEBOOK if books else 0), **stored}
 
 
 def _put(name: str, lines: Lines, values: npt.NDArray[np.int64]) -> None:

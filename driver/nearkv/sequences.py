@@ -215,20 +215,4 @@ class Sequences:
 
 def _storage(layout: RowLayout) -> dict[str, int]:
     """How rows are stored, as the cache record says it."""
-    k, v = layout.k, layout.value
-    found = {
-        "k_format": k.element.code,
-        "k_scale": k.scale_code,
-        "k_block": k.block_code,
-        "k_pitch": k.pitch_code(layout.head_dim),
-        "latent": int(layout.latent),
-        "summaries": int(layout.summaries),
-    }
-    if not layout.latent:
-        found |= {
-            "v_format": v.element.code,
-            "v_scale": v.scale_code,
-            "v_block": v.block_code,
-            "v_pitch": v.pitch_code(layout.value_dim),
-        }
-    return found
+    return {"latent": int(layout.latent), "summaries": int(layout.summaries), **layout.row_fields}

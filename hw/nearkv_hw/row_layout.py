@@ -1,34 +1,19 @@
 """Where the codes and scales of a row lie, worked out from its format as descriptors give it."""
 
-from amaranth.hdl import Const, Mux
+from amaranth.hdl import Cat, Const, Mux
 
-from .abi.formats import SCALE_BLOCKS, SCALE_CODES, SCALE_FORMATS
 from .abi.lines import LINE_BITS
-
-_BLOCK_SHIFTS = [size.bit_length() - 1 for size in SCALE_BLOCKS]
-
-
-def scale_number(name):
-    """The number of a scale format where zero stands for none."""
-    return SCALE_CODES[name] + 1
-
-
-def is_scale(scale, name):
-    """Whether a scale format is the one of that name."""
-    return scale == scale_number(name)
+from .abi.rows import BLOCK_CODES, SCALES_BY_CODE
 
 
 def wide_scale(scale):
     """Whether a scale has two bytes, not one."""
-    return sum_of(is_scale(scale, name) for name, form in SCALE_FORMATS.items() if form.bits == 16)
+    return is_scale(scale, *(form for form in SCALES_BY_CODE.values() if form.bits == 16))
 
 
-def sum_of(conditions):
-    """Whether one of the conditions holds."""
-    found = Const(0)
-    for condition in conditions:
-        found = found | condition
-    return found
+def is_scale(scale, *forms):
+    """Whether a scale, as descriptors have it, is of one of some formats."""
+    return Cat(scale == code for code, form in SCALES_BY_CODE.items() if form in forms).any()
 
 
 def lines_less_one(dim, width, line_bits=LINE_BITS):
@@ -39,8 +24,9 @@ def lines_less_one(dim, width, line_bits=LINE_BITS):
 def block_number(element, block):
     """The block that an element is in; `block` as descriptors have it, 0 for the whole row."""
     number = Const(0)
-    for code, shift in enumerate(_BLOCK_SHIFTS, start=1):
-        number = Mux(block == code, element >> shift, number)
+    for size, code in BLOCK_CODES.items():
+        if size is not None:
+            number = Mux(block == code, element >> size.bit_length() - 1, number)
     return number
 
 

@@ -169,8 +169,24 @@ class RowLayout:
 
     @property
     def value(self) -> Stored:
-        """How V rows are stored."""
-        return self.v or self.k
+        """How V's elements are stored, in rows of their own or in the K row."""
+        return self.k if self.latent else self.v or self.k
+
+    @property
+    def row_fields(self) -> dict[str, int]:
+        """What descriptors and cache records say of how rows are stored: format, scale, block and pitch of K
+        and of V; zeros for V in the K row."""
+        k, v = (
+            {
+                "format": rows.element.code,
+                "scale": rows.scale_code,
+                "block": rows.block_code,
+                "pitch": rows.pitch_code(dim),
+            }
+            for rows, dim in ((self.k, self.head_dim), (self.value, self.value_dim))
+        )
+        v = dict.fromkeys(v, 0) if self.latent else v
+        return {f"{name}_{what}": code for name, own in (("k", k), ("v", v)) for what, code in own.items()}
 
     @property
     def query_lines(self) -> int:

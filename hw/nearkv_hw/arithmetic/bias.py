@@ -5,7 +5,8 @@ from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi.numerics import SCORE_FRACTION_BITS, SCORE_LIMIT
-from .score import FACTOR_BITS, SCORE_BITS, Factor
+from ..common.pipeline import later, split_product, stage
+from .score import SCORE_BITS, Factor
 
 DISTANCE_BITS = 26
 """Bits of the distance of two positions, signed."""
@@ -37,46 +38,30 @@ class Bias(wiring.Component):
     def elaborate(self, platform):
         m = Module()
 
-        def stage(value, shape=None):
-            register = Signal(value.shape() if shape is None else shape, reset_less=True)
-            m.d.sync += register.eq(value)
-            return register
-
         # 1: magnitude, and the shift that leaves one bit below the score's unit
-        magnitude = stage(Mux(self.distance < 0, -self.distance, self.distance), shape=DISTANCE_BITS)
-        negative = stage((self.distance < 0) ^ self.slope.negative)
-        factor = stage(self.slope.significand)
-        right = stage(_UP - 1 - SCORE_FRACTION_BITS - self.slope.exponent, shape=signed(11))
+        magnitude = stage(m, Mux(self.distance < 0, -self.distance, self.distance), shape=DISTANCE_BITS)
+        negative = stage(m, (self.distance < 0) ^ self.slope.negative)
+        factor = stage(m, self.slope.significand)
+        right = stage(m, _UP - 1 - SCORE_FRACTION_BITS - self.slope.exponent, shape=signed(11))
 
         # 2, 3: product, from multiplications that fit an 18-bit multiplier
-        half, split = DISTANCE_BITS // 2, FACTOR_BITS // 2
-        low_low, low_high, high_low, high_high = (
-            stage(a * b)
-            for a in (magnitude[:half], magnitude[half:])
-            for b in (factor[:split], factor[split:])
-        )
-        bits = DISTANCE_BITS + FACTOR_BITS
-        product = stage(
-            low_low + (low_high << split) + (high_low << half) + (high_high << half + split), shape=bits
-        )
+        product = stage(m, split_product(m, magnitude, factor))
 
         # 4: shift; what would have to go further left is larger than every score
-        right = stage(stage(right))
+        right = later(m, right, 2)
         wide = Cat(Const(0, _UP), product)
         gone = right >= len(wide)
-        shifted = stage(Mux(gone, 0, wide >> right[: len(wide).bit_length()]))
-        huge = stage(product.any() & (right < 0))
+        shifted = stage(m, Mux(gone, 0, wide >> right[: len(wide).bit_length()]))
+        huge = stage(m, product.any() & (right < 0))
 
         # 5: to nearest, ties away from zero, saturated
         rounded = (shifted + 1) >> 1
         over = huge | (rounded >> _LIMIT_BITS).any()
-        bias = stage(Mux(over, SCORE_LIMIT, rounded), shape=_LIMIT_BITS)
+        bias = stage(m, Mux(over, SCORE_LIMIT, rounded), shape=_LIMIT_BITS)
 
         # 6: sum, saturated
-        for _ in range(4):
-            negative = stage(negative)
         total = Signal(signed(SCORE_BITS + 1))
-        m.d.comb += total.eq(self.score + Mux(negative, -bias, bias))
+        m.d.comb += total.eq(self.score + Mux(later(m, negative, 4), -bias, bias))
         result = Mux(total > SCORE_LIMIT, SCORE_LIMIT, Mux(total < -SCORE_LIMIT, -SCORE_LIMIT, total))
-        m.d.comb += self.biased.eq(stage(result, shape=signed(SCORE_BITS)))
+        m.d.comb += self.biased.eq(stage(m, result, shape=signed(SCORE_BITS)))
         return m

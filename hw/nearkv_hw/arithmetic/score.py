@@ -15,6 +15,7 @@ from ..abi.numerics import (
     SINK_FACTOR,
     SINK_FACTOR_EXPONENT,
 )
+from ..common.pipeline import later, split_product, stage
 from ..common.trees import normalise_steps
 from .binned import empty_top
 
@@ -113,22 +114,6 @@ class ScorePipe(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        registers = 0
-
-        def stage(value, shape=None):
-            nonlocal registers
-            registers += 1
-            register = Signal(
-                value.shape() if shape is None else shape, name=f"r{registers}", reset_less=True
-            )
-            m.d.sync += register.eq(value)
-            return register
-
-        def later(value, cycles):
-            for _ in range(cycles):
-                value = stage(value)
-            return value
-
         # 1: the value as high * 2^32 + low with 0 <= low < 2^32, the exponent of its unit, specials
         dot, factor, sink = self.dot, self.factor, self.sink
         sink_field = sink[FLOAT_FRACTION_BITS:-1]
@@ -140,8 +125,11 @@ class ScorePipe(wiring.Component):
         undefined = dot.nan | (dot.positive & dot.negative) | (infinite & factor_zero)
         high_bits = DOT_LIMB_BITS + 1
         empty = dot.top == empty_top(DOT_TOP_BITS)
-        high = stage(Mux(self.is_sink | empty, 0, dot.high + (dot.low >> BIN_BITS)), shape=signed(high_bits))
+        high = stage(
+            m, Mux(self.is_sink | empty, 0, dot.high + (dot.low >> BIN_BITS)), shape=signed(high_bits)
+        )
         low = stage(
+            m,
             Mux(
                 self.is_sink,
                 Cat(sink[:FLOAT_FRACTION_BITS], sink_field.any()),
@@ -150,6 +138,7 @@ class ScorePipe(wiring.Component):
             shape=BIN_BITS,
         )
         unit = stage(
+            m,
             Mux(
                 self.is_sink,
                 Mux(sink_field == 0, 1, sink_field) - (FLOAT_BIAS + FLOAT_FRACTION_BITS),
@@ -165,34 +154,36 @@ class ScorePipe(wiring.Component):
                 chosen.exponent.eq(SINK_FACTOR_EXPONENT),
                 chosen.negative.eq(sink[-1]),
             ]
-        multiplier = later(stage(chosen.significand), 4)
-        multiplier_exponent = stage(chosen.exponent)
-        factor_negative = stage(chosen.negative)
+        multiplier = later(m, stage(m, chosen.significand), 4)
+        multiplier_exponent = stage(m, chosen.exponent)
+        factor_negative = stage(m, chosen.negative)
         nan = later(
+            m,
             stage(
+                m,
                 Mux(
                     self.is_sink,
                     sink_nan,
                     undefined | (infinite & up & ~self.capped),
-                )
+                ),
             ),
             9,
         )
         limited = infinite & ~undefined & self.capped
-        dropped = later(stage(Mux(self.is_sink, sink_special, dot.nan | (infinite & ~limited))), 9)
-        limited = stage(limited & ~self.is_sink)
-        limited_negative = stage(~up)
+        dropped = later(m, stage(m, Mux(self.is_sink, sink_special, dot.nan | (infinite & ~limited))), 9)
+        limited = stage(m, limited & ~self.is_sink)
+        limited_negative = stage(m, ~up)
 
         # 2: magnitude
         minus = high[-1]
         borrow = low == 0
         magnitude_high = stage(
-            (high ^ minus.replicate(high_bits)) + (minus & borrow), shape=unsigned(high_bits)
+            m, (high ^ minus.replicate(high_bits)) + (minus & borrow), shape=unsigned(high_bits)
         )
-        magnitude_low = stage(Mux(minus, -low, low), shape=BIN_BITS)
-        negative = later(stage(Mux(limited, limited_negative, minus ^ factor_negative)), 7)
-        limited = later(limited, 7)
-        exponent = stage(unit + multiplier_exponent, shape=signed(_EXPONENT_BITS))
+        magnitude_low = stage(m, Mux(minus, -low, low), shape=BIN_BITS)
+        negative = later(m, stage(m, Mux(limited, limited_negative, minus ^ factor_negative)), 7)
+        limited = later(m, limited, 7)
+        exponent = stage(m, unit + multiplier_exponent, shape=signed(_EXPONENT_BITS))
 
         # 3, 4, 5: the top 32 bits from the leading one on. A magnitude of 42 bits or fewer fits the window
         # whole; of a larger one the window has the top 64 bits, more than are kept.
@@ -208,47 +199,41 @@ class ScorePipe(wiring.Component):
                 Cat(magnitude_low[drop:], magnitude_high),
             )
         )
-        window = stage(window)
-        exponent = stage(exponent + Mux(fits, -pad, drop), shape=signed(_EXPONENT_BITS))
+        window = stage(m, window)
+        exponent = stage(m, exponent + Mux(fits, -pad, drop), shape=signed(_EXPONENT_BITS))
         coarse, coarse_shift = normalise_steps(m, window, (32, 16), "window")
-        coarse = stage(coarse[BIN_BITS // 2 :])
-        shift = stage(coarse_shift)
+        coarse = stage(m, coarse[BIN_BITS // 2 :])
+        shift = stage(m, coarse_shift)
         fine, fine_shift = normalise_steps(m, coarse, (8, 4, 2, 1), "coarse")
-        kept = stage(fine[-DOT_KEPT_BITS:])
-        shift = stage(shift | fine_shift)
+        kept = stage(m, fine[-DOT_KEPT_BITS:])
+        shift = stage(m, shift | fine_shift)
         # right shift that leaves one bit below the score's unit, for rounding
         right = stage(
-            shift - later(exponent, 2) - (1 + SCORE_FRACTION_BITS + BIN_BITS), shape=signed(_EXPONENT_BITS)
+            m,
+            shift - later(m, exponent, 2) - (1 + SCORE_FRACTION_BITS + BIN_BITS),
+            shape=signed(_EXPONENT_BITS),
         )
 
         # 6, 7: product, from multiplications that fit an 18-bit multiplier
-        half = DOT_KEPT_BITS // 2
-        split = FACTOR_BITS // 2
-        low_low, low_high, high_low, high_high = (
-            stage(a * b) for a in (kept[:half], kept[half:]) for b in (multiplier[:split], multiplier[split:])
-        )
         product_bits = DOT_KEPT_BITS + FACTOR_BITS
-        product = stage(
-            Cat(low_low, high_high) + ((low_high << split) + (high_low << half)),
-            shape=product_bits,
-        )
+        product = stage(m, split_product(m, kept, multiplier))
         # A shift below `least` leaves more than the largest score, one of all bits nothing.
         least = product_bits - 1 - SCORE_LIMIT.bit_length() - 1
-        huge = stage(right < least)
-        gone = stage(right >= product_bits)
-        amount = stage(right[: product_bits.bit_length()])
+        huge = stage(m, right < least)
+        gone = stage(m, right >= product_bits)
+        amount = stage(m, right[: product_bits.bit_length()])
 
         # 8: shift
         some = product[-2:].any()
-        shifted = stage(Mux(some & ~gone, product >> amount, 0), shape=product_bits - least)
-        huge = stage(some & huge)
+        shifted = stage(m, Mux(some & ~gone, product >> amount, 0), shape=product_bits - least)
+        huge = stage(m, some & huge)
 
         # 9: round to nearest, ties away from zero, and saturate
         rounded = (shifted + 1) >> 1
         over = huge | limited | (rounded >> SCORE_LIMIT.bit_length()).any()
-        magnitude = stage(Mux(over, SCORE_LIMIT, rounded), shape=SCORE_LIMIT.bit_length())
+        magnitude = stage(m, Mux(over, SCORE_LIMIT, rounded), shape=SCORE_LIMIT.bit_length())
 
         # 10: sign
-        score = stage(Mux(negative, -magnitude, magnitude), shape=signed(SCORE_BITS))
+        score = stage(m, Mux(negative, -magnitude, magnitude), shape=signed(SCORE_BITS))
         m.d.comb += [self.score.eq(score), self.nan.eq(nan), self.dropped.eq(dropped)]
         return m

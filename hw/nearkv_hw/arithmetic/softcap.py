@@ -13,6 +13,7 @@ from ..abi.numerics import (
     TANH_STEP_BITS,
     TANH_TABLE,
 )
+from ..common.pipeline import later, split_product, stage
 from .score import FACTOR_BITS, SCORE_BITS, Factor
 
 _TANH_BITS = TANH_FRACTION_BITS + 1
@@ -52,13 +53,6 @@ class Softcap(wiring.Component):
     def elaborate(self, platform):
         m = Module()
 
-        def later(value, cycles=1):
-            for _ in range(cycles):
-                register = Signal.like(value, reset_less=True)
-                m.d.sync += register.eq(value)
-                value = register
-            return value
-
         # 1: magnitude
         magnitude = Signal(SCORE_LIMIT.bit_length(), reset_less=True)
         m.d.sync += magnitude.eq(Mux(self.score < 0, -self.score, self.score))
@@ -80,54 +74,42 @@ class Softcap(wiring.Component):
         m.d.comb += read.addr.eq(index)
         segment = Signal(_Segment, reset_less=True)
         m.d.sync += segment.eq(read.data)
-        place = later(place, 2)
-        beyond = later(magnitude[TANH_OCTAVES[-1][0] :].any(), 2)
+        place = later(m, place, 2)
+        beyond = later(m, magnitude[TANH_OCTAVES[-1][0] :].any(), 2)
 
         # 4 to 7: value + (slope + curve * place) * place
         bent = Signal(signed(_CURVE_BITS + TANH_CURVE_BITS), reset_less=True)
         slope = Signal(signed(_SLOPE_BITS), reset_less=True)
         m.d.sync += [
             bent.eq(segment.curve * place[TANH_STEP_BITS - TANH_CURVE_BITS :]),
-            slope.eq(later(segment.slope) + ((bent + (1 << TANH_CURVE_BITS - 1)) >> TANH_CURVE_BITS)),
+            slope.eq(stage(m, segment.slope) + ((bent + (1 << TANH_CURVE_BITS - 1)) >> TANH_CURVE_BITS)),
         ]
-        rise = _product(m, slope, later(place, 2), later)
+        rise = split_product(m, slope, later(m, place, 2))
         tanh = Signal(_TANH_BITS, reset_less=True)
-        value = later(segment.value, 3)
+        value = later(m, segment.value, 3)
         m.d.sync += tanh.eq(
             Mux(
-                later(beyond, 3),
+                later(m, beyond, 3),
                 1 << TANH_FRACTION_BITS,
                 value + ((rise + (1 << TANH_STEP_BITS - 1)) >> TANH_STEP_BITS),
             )
         )
 
         # 8 to 10: times C2, with one bit below the score's unit
-        product = later(_product(m, tanh, self.cap.significand, later))
+        product = stage(m, split_product(m, tanh, self.cap.significand))
         rights = Signal(_RIGHT_BITS, reset_less=True)
         wanted = TANH_FRACTION_BITS - SCORE_FRACTION_BITS - 1 - self.cap.exponent
         m.d.sync += rights.eq(Mux(wanted > _PRODUCT_BITS, _PRODUCT_BITS, wanted))
-        right = later(rights)
+        right = stage(m, rights)
         shifted = Signal(_PRODUCT_BITS, reset_less=True)
         m.d.sync += shifted.eq(product >> right)
 
         # 11: to nearest, ties away from zero
         rounded = (shifted + 1) >> 1
         result = Signal(signed(SCORE_BITS), reset_less=True)
-        plain = later(self.score, self.latency_cycles - 1)
+        plain = later(m, self.score, self.latency_cycles - 1)
         m.d.sync += result.eq(
-            Mux(later(self.capped, self.latency_cycles - 1), Mux(plain < 0, -rounded, rounded), plain)
+            Mux(later(m, self.capped, self.latency_cycles - 1), Mux(plain < 0, -rounded, rounded), plain)
         )
         m.d.comb += self.capped_score.eq(result)
         return m
-
-
-def _product(m, a, b, later):
-    """The product of two numbers a cycle later, from multiplications that fit an 18-bit multiplier."""
-    a_half, b_half = len(a) // 2, len(b) // 2
-    a_high = a[a_half:].as_signed() if a.shape().signed else a[a_half:]
-    low_low, low_high, high_low, high_high = (
-        later(x * y) for x in (a[:a_half], a_high) for y in (b[:b_half], b[b_half:])
-    )
-    middle = (low_high << b_half) + (high_low << a_half)
-    product = (low_low + middle + (high_high << a_half + b_half))[: len(a) + len(b)]
-    return product.as_signed() if a.shape().signed else product

@@ -14,6 +14,7 @@ from ..abi.numerics import (
     TABLE_STEP_BITS,
     WEIGHT_BITS,
 )
+from ..common.pipeline import later
 from .product import FACTOR_EXPONENT_BITS
 from .score import SCORE_BITS
 
@@ -66,25 +67,22 @@ class WeightPipe(wiring.Component):
         entry = Signal(_TableEntry, reset_less=True)
         m.d.sync += entry.eq(read.data)
 
-        def later(value, cycles):
-            for _ in range(cycles):
-                register = Signal.like(value, reset_less=True)
-                m.d.sync += register.eq(value)
-                value = register
-            return value
-
-        between = later(self.score[:TABLE_STEP_BITS], 2)
+        between = later(m, self.score[:TABLE_STEP_BITS], 2)
         rise = Signal(_STEP_BITS + TABLE_STEP_BITS, reset_less=True)
-        value = later(entry.value, 1)
+        value = later(m, entry.value, 1)
         weight = Signal(Weight, reset_less=True)
         rounding = TABLE_STEP_BITS + TABLE_FRACTION_BITS - (WEIGHT_BITS - 1)
         whole = (value << TABLE_STEP_BITS) + (rise + (1 << rounding - 1)) >> rounding
         m.d.sync += [
             rise.eq(entry.step * between),
             weight.significand.eq(
-                Mux(later(self.dropped, 3), 0, Mux(whole[WEIGHT_BITS:].any(), (1 << WEIGHT_BITS) - 1, whole))
+                Mux(
+                    later(m, self.dropped, 3),
+                    0,
+                    Mux(whole[WEIGHT_BITS:].any(), (1 << WEIGHT_BITS) - 1, whole),
+                )
             ),
-            weight.exponent.eq(later(self.score[SCORE_FRACTION_BITS:], 3)),
+            weight.exponent.eq(later(m, self.score[SCORE_FRACTION_BITS:], 3)),
         ]
         m.d.comb += self.weight.eq(weight)
         return m

@@ -5,7 +5,7 @@ from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
-from ..abi.formats import BF16, FP8_E4M3, FP16, LUT4
+from ..abi.formats import BF16, E8M0, FP8_E4M3, FP16, LUT4
 from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth, code_kind, code_width
 from ..arithmetic.scale import SCALE_KINDS
@@ -125,14 +125,14 @@ class Scales(wiring.Component):
                 m.d.sync += row.eq(row + 1)
         row = Mux(self.value, rows[1], rows[0])
 
-        wide, power = wide_scale(codes.scale), is_scale(codes.scale, "e8m0")
+        wide, power = wide_scale(codes.scale), is_scale(codes.scale, E8M0)
         scaled = self.step & codes.scale.any()
         start = Signal(SCALE_ROW_BITS)
         m.d.comb += start.eq(row << codes.scale_shift)
         kinds = {
-            BF16: ~scaled | is_scale(codes.scale, "bf16") | power,
-            FP16: scaled & is_scale(codes.scale, "fp16"),
-            FP8_E4M3: scaled & is_scale(codes.scale, "e4m3"),
+            BF16: ~scaled | is_scale(codes.scale, BF16) | power,
+            FP16: scaled & is_scale(codes.scale, FP16),
+            FP8_E4M3: scaled & is_scale(codes.scale, FP8_E4M3),
         }
         m.d.sync += [self.kind[form.name].eq(kinds[form]) for form in SCALE_KINDS]
         for group in range(self.shape.scale_groups):

@@ -253,7 +253,7 @@ class Loader(wiring.Component):
                     with m.If(self.loads.payload.last):
                         m.d.sync += query.eq(query + 1)
                         with m.If(query + 1 == now.queries):
-                            m.d.sync += [query.eq(0), list_word.eq(0), entry.eq(0)]
+                            m.d.sync += query.eq(0)
                             m.next = "lists"
                             with m.If(codebook):
                                 m.next = "codebook"

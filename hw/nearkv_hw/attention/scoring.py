@@ -10,6 +10,7 @@ from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, T
 from ..arithmetic.score import FLOAT_BITS, DotProduct, Factor, ScorePipe
 from ..arithmetic.softcap import Softcap
 from ..arithmetic.weight import Weight, WeightPipe
+from ..common.pipeline import later
 from ..common.queue import Queue
 from ..interfaces import POSITION_BITS, ROW_BITS, State
 from .array import row_dots
@@ -285,12 +286,12 @@ class Scoring(wiring.Component):
                 bias.slope.eq(Mux(at_distance.row & biased, parameters.slope, 0)),
                 bias.score.eq(softcap.capped_score),
                 pipeline.score.eq(bias.biased),
-                pipeline.dropped.eq(_later(m, score.dropped, Softcap.latency_cycles + 1) | hidden),
+                pipeline.dropped.eq(later(m, score.dropped, Softcap.latency_cycles + 1) | hidden),
             ]
             weight = pipeline.weight
-            nan = _later(
+            nan = later(
                 m,
-                _later(m, score.nan, Softcap.latency_cycles + 1) & ~hidden,
+                later(m, score.nan, Softcap.latency_cycles + 1) & ~hidden,
                 WeightPipe.latency_cycles,
             )
 
@@ -383,16 +384,7 @@ def _hidden(m, distance, operation, sight):
     ]
     hidden = Signal(reset_less=True)
     m.d.sync += hidden.eq((causal & after) | (windowed & (before <= 0) & ~kept))
-    return _later(m, hidden, Bias.latency_cycles - 2)
-
-
-def _later(m, value, cycles):
-    """A value some cycles later."""
-    for _ in range(cycles):
-        delayed = Signal.like(value, reset_less=True)
-        m.d.sync += delayed.eq(value)
-        value = delayed
-    return value
+    return later(m, hidden, Bias.latency_cycles - 2)
 
 
 _NO_SINK = 0xFF800000

@@ -170,7 +170,7 @@ class Streamer(wiring.Component):
         )  # of the line's rows: first, to its end, in the block
         m.d.comb += [
             row_end.eq((line == now.last) & ~block.due),
-            place.eq(block.row & ((1 << now.pitch) - 1)[:2]),
+            place.eq(_place_in_line(block.row, now)),
             room.eq((1 << now.pitch) - place),
             rows.eq(Mux(block.rows < room, block.rows, room)),
             block_end.eq(block.end | (row_end & (block.rows == rows))),
@@ -225,10 +225,16 @@ class Streamer(wiring.Component):
         k_ready, v_ready, choose = Signal(), Signal(), Signal()
         k_first, k_chosen, v_turn = Signal(), Signal(), Signal()
         k_geometry, v_geometry = Signal(geometry(self.shape)), Signal(geometry(self.shape))
-        k_ones, v_ones = (((1 << k_geometry[kind].pitch) - 1)[:2] for kind in ("k", "v"))
         m.d.comb += [
             # a block ends with a line, so that the next one begins with one
-            most.eq(BLOCK_ROWS - (item.row & Mux(k_geometry.k.pitch > k_geometry.v.pitch, k_ones, v_ones))),
+            most.eq(
+                BLOCK_ROWS
+                - Mux(
+                    k_geometry.k.pitch > k_geometry.v.pitch,
+                    _place_in_line(item.row, k_geometry.k),
+                    _place_in_line(item.row, k_geometry.v),
+                )
+            ),
             next_rows.eq(Mux(item.last, 0, Mux(item.rows < most, item.rows, most))),
             # the end of a pass may be under way
             k_number.eq(numbers["k"] + (active & ~is_v & block.end)),
@@ -263,7 +269,7 @@ class Streamer(wiring.Component):
                 following.scales.eq(item[f"{kind}_scales"] + goes_on),
                 following.row.eq(item.row),
                 following.due.eq(own.scaled & ~item.last & ~goes_on),
-                most_lines[kind].eq(((item.row & ((1 << own.pitch) - 1)[:2]) + most) >> own.pitch),
+                most_lines[kind].eq((_place_in_line(item.row, own) + most) >> own.pitch),
             ]
         m.d.comb += values.i.payload.eq(coming["v"])
         with m.If(choose):
@@ -309,7 +315,12 @@ class Streamer(wiring.Component):
         return m
 
 
-def _place(row, rows):
+def _place_in_line(row, rows):
+    """A row's place among those whose codes share a line."""
+    return row & ((1 << rows.pitch) - 1)[:2]
+
+
+def _place_of_scales(row, rows):
     """A row's place among those whose scales share a line."""
     in_line = Cat(n + rows.scale_shift < SCALE_ROW_BITS for n in range(SCALE_ROW_BITS))
     return row & in_line
@@ -317,9 +328,9 @@ def _place(row, rows):
 
 def _starts_line(row, rows):
     """Whether a row's scales are the first of their line."""
-    return _place(row, rows) == 0
+    return _place_of_scales(row, rows) == 0
 
 
 def _lines_passed(row, count, rows):
     """Lines of scales from the one that has a row's to the one that has those of `count` rows later."""
-    return ((_place(row, rows) + count) << rows.scale_shift) >> SCALE_ROW_BITS
+    return ((_place_of_scales(row, rows) + count) << rows.scale_shift) >> SCALE_ROW_BITS

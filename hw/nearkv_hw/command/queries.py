@@ -107,8 +107,8 @@ class QueryFeed(wiring.Component):
         sinks = ~Cat(some[:-1]).any()
         total, for_all = Signal(QUERY_LINES_BITS + 1), Signal(QUERY_LINES_BITS + 1)
         m.d.comb += [
-            for_all.eq(left[0] + left[1] + left[2]),
-            total.eq(for_all + left[3]),
+            for_all.eq(sum(left[:-1])),  # the sinks are the last part
+            total.eq(for_all + left[-1]),
             fork.i.valid.eq(streaming & self.lines.valid),
             self.lines.ready.eq(streaming & fork.i.ready),
             fork.i.payload.to.eq(Mux(sinks, 1, (1 << self.units) - 1)),

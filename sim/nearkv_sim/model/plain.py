@@ -65,8 +65,7 @@ class Kind:
         self.record = kind_record(job, len(self.passes))
         self._shape = job.shape
         layout = job.shape.layout(MIN_PAGE_ROWS_LOG2)
-        value = layout.k if layout.latent else layout.value
-        self._sum_lines = value.steps(layout.value_dim, config.lanes)
+        self._sum_lines = layout.value.steps(layout.value_dim, config.lanes)
         self._taken = timing.unit_cycles(config, layout, self.passes[0])
 
     def work(self, lines: npt.NDArray[np.float64], count: int = 1) -> timing.Work:

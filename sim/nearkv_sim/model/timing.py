@@ -342,8 +342,8 @@ def unit_cycles(config: DeviceConfig, layout: RowLayout, queries: int) -> float:
     More than one where a line has codes for more elements than there are lanes, or several rows, where V lies
     in the K row, or where the weights of a row take longer.
     """
-    value = layout.k if layout.latent else layout.value
-    steps = layout.k.steps(layout.head_dim, config.lanes) + value.steps(layout.value_dim, config.lanes)
+    steps = layout.k.steps(layout.head_dim, config.lanes)
+    steps += layout.value.steps(layout.value_dim, config.lanes)
     weights = min(queries, config.queries // config.weight_pipes)
     scales = (layout.k_scale_pitch_bytes + layout.v_scale_pitch_bytes) / LINE_BYTES
     return (max(steps, weights) + scales) * LINE_BYTES / layout.row_bytes
