@@ -3,28 +3,27 @@
     import nearkv.hf
 
     with nearkv.open("model") as device:
-        cache = nearkv.hf.attach(model, device)
-        model.generate(input_ids, cache=cache)
+        nearkv.hf.attach(model, device)
+        model.generate(input_ids)
 
-`attach` changes no weights and no code of the model: it selects the attention implementation "nearkv"
-and makes the cache that goes with it. transformers calls the cache argument `cache` from 5.24 on and
-`past_key_values` before.
+`attach` changes no weights and no code of the model: it selects the attention implementation "nearkv" and
+has `generate` make its caches on the device. It returns such a cache, for callers that keep one over several
+calls; transformers calls that argument `cache` from 5.24 on and `past_key_values` before.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+from .attach import attach, attach_store, cache_argument, detach
 from .attention import NAME, nearkv_attention, register
+from .batching import Batcher
 from .cache import NearKVCache
+from .checked_rows import CheckedRows, CheckTally
+from .device_rows import DeviceRows
 from .models import LoadedModel, ModelNotFound, load, prompt_ids, row_shape
-from .rows import CheckedRows, CheckTally, DeviceRows, ReferenceRows, RowShape, RowStore
-
-if TYPE_CHECKING:
-    from nearkv.device import Device
+from .reference_rows import ReferenceRows
+from .rows import RowShape, RowStore
 
 __all__ = [
     "NAME",
+    "Batcher",
     "CheckTally",
     "CheckedRows",
     "DeviceRows",
@@ -36,46 +35,11 @@ __all__ = [
     "RowStore",
     "attach",
     "attach_store",
+    "cache_argument",
+    "detach",
     "load",
     "nearkv_attention",
     "prompt_ids",
     "register",
     "row_shape",
 ]
-
-
-def attach(
-    model: Any,
-    device: Device,
-    *,
-    dtype: str = "fp16",
-    kv_format: str | None = None,
-    page_rows: int = 16,
-    tenant: int = 0,
-) -> NearKVCache:
-    """Put a transformers model's KV cache and decode attention on a device.
-
-    Parameters
-    ----------
-    model : a causal language model whose layers go through transformers' attention interface.
-    device : an open device.
-    dtype : format of rows and queries on the device, "fp16" or "bf16".
-    kv_format : a preset of `nearkv.quantise` in which rows are stored instead: "fp8", "q8_0", ...
-    page_rows : rows of a page.
-    tenant : the device's aperture to use.
-
-    Returns
-    -------
-    An empty cache for one generation; `reset` makes it empty again.
-    """
-    store = DeviceRows(
-        device, row_shape(model.config), dtype, kv_format=kv_format, page_rows=page_rows, tenant=tenant
-    )
-    return attach_store(model, store)
-
-
-def attach_store(model: Any, store: RowStore) -> NearKVCache:
-    """Like `attach`, over any `RowStore`."""
-    register()
-    model.set_attn_implementation(NAME)
-    return NearKVCache(store, row_shape(model.config).layers)

@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from .cache import HANDLE
-from .rows import RowStore
+from .latent import queries_for_latents, values_of_latents
+from .placeholder import Placeholder
+from .plain import plain_attention
 
 NAME = "nearkv"
 """The attention implementation's name. It must not hold the word that transformers takes for
@@ -25,6 +26,7 @@ def nearkv_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -32,11 +34,15 @@ def nearkv_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers asks for it, over rows that a `NearKVCache` holds.
 
+    Rows that are in no cache, as many as there are queries, are the business of a forward pass without one:
+    attention over them is the model's own, on the host and in its own type.
+
     Parameters
     ----------
     query : [batch, q_heads, query_rows, head_dim].
-    key, value : the placeholders of `NearKVLayer.update`.
+    key, value : the placeholders of `NearKVLayer.update`, or what the model made of them.
     attention_mask : None or bool [batch, 1, query_rows, rows], True where a row is seen.
+    sliding_window : rows that a query sees at most; the mask says it too, where there is one.
     s_aux : one sink logit per query head.
     softcap : as in `KVCache.attend`; refused by a device that has none.
 
@@ -46,27 +52,47 @@ def nearkv_attention(
 
     Raises
     ------
-    ValueError : for rows that are not in a NearKVCache, and for variants that the device does not have.
+    ValueError : for rows that are in another cache, and for variants that the device does not have.
     """
-    handle: tuple[RowStore, int] | None = getattr(key, HANDLE, None)
-    if handle is None:
-        raise ValueError(
-            "attn_implementation='nearkv' needs its own cache: pass cache=nearkv.hf.attach(model, device)"
-        )
     for name, given in (("position_bias", position_bias), ("dropout", dropout or None)):
         if given is not None:
             raise ValueError(f"{name}={given!r}: this device has no {name}; use a model without it")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ValueError(f"attention_mask must be bool, not {attention_mask.dtype}")
-    store, layer = handle
-    out = store.attend(
-        layer,
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not isinstance(key, Placeholder):
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(
+                "attn_implementation='nearkv' needs its own cache: pass cache=nearkv.hf.attach(model, device)"
+            )
+        is_causal = kwargs.get("is_causal")
+        out = plain_attention(
+            query,
+            key,
+            value,
+            scale=scale,
+            visible=attention_mask,
+            is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            sinks=s_aux,
+            softcap=softcap,
+        )
+        return out.contiguous(), None
+    layer = key.layer
+    visible = None if attention_mask is None or layer.store.ragged else attention_mask[:, 0]
+    if layer.latent_dim:
+        query = queries_for_latents(module, query)
+    out = layer.store.attend(
+        layer.index,
         query.transpose(1, 2),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        visible=None if attention_mask is None else attention_mask[:, 0],
+        scale=scale,
+        visible=visible,
+        window=sliding_window,
         sinks=s_aux,
         softcap=softcap,
+        value_dim=layer.latent_dim or None,
     )
+    if layer.latent_dim:
+        out = values_of_latents(module, out)
     return out.to(query.dtype).contiguous(), None
 
 

@@ -8,24 +8,30 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .rows import RowStore
-
-HANDLE = "_nearkv"
-"""Attribute of a placeholder that names store and layer for the attention function."""
+from .placeholder import Placeholder
+from .rows import RowShape, RowStore
 
 
 class NearKVLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a `NearKVCache`."""
+    """One layer of a `NearKVCache`.
+
+    Parameters
+    ----------
+    store : where its rows are.
+    index : of the layer in the store.
+    latent_dim : elements of a latent row that are V; 0 where V has rows of its own.
+    """
 
     is_sliding = False  # every row is kept; the mask carries a sliding layer's window
     is_croppable = True
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, store: RowStore, index: int) -> None:
+    def __init__(self, store: RowStore, index: int, latent_dim: int = 0) -> None:
         super().__init__()
         self.store = store
         self.index = index
+        self.latent_dim = latent_dim
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Note type and device of the model's tensors."""
@@ -35,17 +41,31 @@ class NearKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append [batch, kv_heads, rows, dim]; returns placeholders of the full context's shape, without
-        memory."""
+        """Append rows; returns placeholders of the full context's shape, without memory.
+
+        Parameters
+        ----------
+        key_states, value_states : [batch, kv_heads, rows, dim]; of latent attention the latents
+            [batch, 1, rows, rank] and what carries positions, [batch, 1, rows, dim].
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.store.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2))
-        rows = self.get_seq_length()
+        if self.latent_dim:
+            if key_states.shape[1] != 1 or key_states.shape[3] != self.latent_dim:
+                raise ValueError(
+                    f"a latent row has one head of {self.latent_dim} elements, got {list(key_states.shape)}"
+                )
+            rows = torch.cat([key_states, value_states], dim=-1)
+            self.store.append(self.index, rows.transpose(1, 2), None)
+        else:
+            self.store.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        length = self.get_seq_length()
         keys, values = (
-            states.new_zeros(1).expand(states.shape[0], states.shape[1], rows, states.shape[3])
-            for states in (key_states, value_states)
+            Placeholder(
+                torch.empty(*x.shape[:2], length, x.shape[3], dtype=x.dtype, device="meta"), x.device, self
+            )
+            for x in (key_states, value_states)
         )
-        setattr(keys, HANDLE, (self.store, self.index))
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -66,11 +86,27 @@ class NearKVCache(Cache):  # type: ignore[misc]
 
     Changes of the batch (crop, reorder, repeat, select) are made for all layers at once, since a
     sequence is one thing on the device.
+
+    Parameters
+    ----------
+    store : where rows are.
+    shape : of the model's rows, from `nearkv.hf.row_shape`.
     """
 
-    def __init__(self, store: RowStore, layers: int) -> None:
-        super().__init__(layers=[NearKVLayer(store, i) for i in range(layers)])
+    def __init__(self, store: RowStore, shape: RowShape) -> None:
+        latent_dim = shape.value_dim if shape.latent else 0
+        super().__init__(layers=[NearKVLayer(store, i, latent_dim) for i in range(shape.layers)])
         self.store = store
+        self.shape = shape
+
+    def fresh(self) -> NearKVCache:
+        """An empty cache in the same place."""
+        return NearKVCache(self.store.fresh(), self.shape)
+
+    def fork(self) -> NearKVCache:
+        """A cache with the same rows that goes its own way from here: another turn, another reader of a
+        prompt."""
+        return NearKVCache(self.store.fork(), self.shape)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove -tokens_to_remove rows from the end; ValueError for a positive number."""

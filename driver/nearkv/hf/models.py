@@ -64,10 +64,12 @@ def load(directory: Path | None = None) -> LoadedModel:
 def row_shape(config: Any) -> RowShape:
     """The shape of the K and V rows that a transformers configuration leads to."""
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    layers, heads = text.num_hidden_layers, text.num_attention_heads
+    if rank := getattr(text, "kv_lora_rank", None):
+        return RowShape(layers, 1, rank + text.qk_rope_head_dim, rank, latent=True)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    return RowShape(text.num_hidden_layers, kv_heads, head_dim, head_dim)
+    return RowShape(layers, kv_heads, head_dim, head_dim)
 
 
 def prompt_ids(loaded: LoadedModel, prompt: str) -> torch.Tensor:

@@ -14,9 +14,12 @@ from transformers.generation.streamers import BaseStreamer
 
 import nearkv
 
-from . import attach_store
+from .attach import attach_store, cache_argument, detach
+from .checked_rows import CheckedRows, CheckTally
+from .device_rows import DeviceRows
 from .models import LoadedModel, prompt_ids
-from .rows import CheckedRows, CheckTally, DeviceRows, ReferenceRows, RowStore
+from .reference_rows import ReferenceRows
+from .rows import RowStore
 
 REFERENCE = "reference"
 """In place of a device: rows in host memory, attention by `nearkv.reference`."""
@@ -25,6 +28,7 @@ REFERENCE = "reference"
 @dataclass
 class Report:
     """What a run did. Device figures cover the decode steps, not the prompt; times are wall-clock seconds.
+    Calls are all attention calls on the device: of the prompt too, where its rows are narrow.
 
     `kv_bytes` is what a device without compute would have sent for the same calls: every row's K and V in
     whole lines. `link_bytes` is what this one moved, both directions, new rows and polling included.
@@ -105,7 +109,7 @@ def run(
         store: RowStore = ReferenceRows(dtype, kv_format)
         rows, tally = None, CheckTally()
         if device is not None:
-            store = rows = DeviceRows(device, loaded.rows, dtype, kv_format=kv_format)
+            store = rows = DeviceRows(device, loaded.rows, dtype, kv_format=kv_format, prompts_on_host=True)
             stack.callback(rows.cache.close)
             if check:
                 checked = CheckedRows(rows, replay_folder)
@@ -118,6 +122,7 @@ def run(
                 meter.start()
             on_token(loaded.tokenizer.decode(report.tokens, skip_special_tokens=True), len(report.tokens))
 
+        stack.callback(detach, loaded.model)
         _generate(loaded.model, attach_store(loaded.model, store), ids, max_new_tokens, step)
         meter.stop(report)
     report.text = loaded.tokenizer.decode(report.tokens, skip_special_tokens=True)
@@ -127,7 +132,7 @@ def run(
 def _generate(
     model: Any, cache: Any, ids: torch.Tensor, max_new_tokens: int, step: Callable[[int], None]
 ) -> None:
-    options: dict[str, Any] = {"cache" if _takes_cache() else "past_key_values": cache}
+    options: dict[str, Any] = {cache_argument(): cache}
     with torch.inference_mode():
         model.generate(
             ids,
@@ -140,13 +145,6 @@ def _generate(
             streamer=_Steps(step),
             **options,
         )
-
-
-def _takes_cache() -> bool:
-    """Whether `generate` calls its cache argument `cache`: from transformers 5.24 on."""
-    from transformers import __version__
-
-    return tuple(int(part) for part in __version__.split(".")[:2]) >= (5, 24)
 
 
 class _Steps(BaseStreamer):  # type: ignore[misc]

@@ -1,0 +1,208 @@
+"""Rows on the device, and attention there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from nearkv import reference
+
+from .rows import JointRows, RowShape, RowStore, Scoring, causal, row_ranges
+
+if TYPE_CHECKING:
+    from nearkv.cache import KVCache
+    from nearkv.device import Device
+    from nearkv.sequences import Sequence
+
+
+class DeviceRows(RowStore):
+    """Rows on the device, and attention over them there: of a token, of a draft, of a piece of a prompt.
+
+    Parameters
+    ----------
+    device : an open device.
+    shape : of the model's rows.
+    dtype, kv_format : as `RowStore` has them.
+    page_rows : rows of a page.
+    tenant : the device's aperture to use.
+    prompts_on_host : work out the first rows of a sequence on the host, where they are at hand, rather than
+        on the device. If not given: where the device is simulated cycle by cycle.
+
+    Members
+    -------
+    cache : the KV cache, common to all stores that are made of this one.
+    sequences : of the batch.
+    device_calls : attention calls on the device.
+    kv_bytes : K and V bytes, in whole lines, that those of one query row had to look at.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shape: RowShape,
+        dtype: str,
+        *,
+        kv_format: str | None = None,
+        page_rows: int = 16,
+        tenant: int = 0,
+        prompts_on_host: bool | None = None,
+    ) -> None:
+        super().__init__(dtype, kv_format)
+        cache = device.kv_cache(
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            dtype=kv_format or dtype,
+            latent=shape.latent,
+            page_rows=page_rows,
+            tenant=tenant,
+        )
+        on_host = cache.device_kind != "model" if prompts_on_host is None else prompts_on_host
+        self._start(shape, cache, on_host, [])
+
+    def _start(self, shape: RowShape, cache: KVCache, prompts_on_host: bool, retired: list[Sequence]) -> None:
+        self.shape = shape
+        self.cache = cache
+        self.device_calls = 0
+        self.kv_bytes = 0
+        self._row_bytes = shape.kv_heads * cache.row_bytes
+        self._prompts_on_host = prompts_on_host and not self.narrow
+        self._prompt: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.sequences: list[Sequence] = []
+        # Sequences of stores that nobody has any more. A collection may come in the middle of a call on the
+        # device, so they are only noted, and freed with the next rows.
+        self._retired = retired
+        weakref.finalize(self, _retire, self.sequences, retired)
+
+    def _append(self, layer: int, k: Tensor, v: Tensor | None) -> None:
+        while self._retired:
+            self.cache.free(self._retired.pop())
+        if not self.sequences:
+            self.sequences.extend(self.cache.sequence() for _ in range(k.shape[0]))
+        if len(self.sequences) != k.shape[0]:
+            raise ValueError(f"the cache holds {len(self.sequences)} sequences, got rows of {k.shape[0]}")
+        self._prompt.pop(layer, None)
+        if self._prompts_on_host and k.shape[1] > 1 and self.rows(layer) == 0:
+            self._prompt[layer] = (k, v)
+        self.cache.append(self.sequences, layer=layer, k=k, v=v)
+
+    def _attend(self, layer: int, q: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
+        if layer in self._prompt:
+            return self._on_host(layer, q, visible, scoring)
+        options: dict[str, Any] = {
+            "scale": scoring.scale,
+            "sinks": scoring.sinks,
+            "softcap": scoring.softcap,
+            **self._sight(layer, q, visible, scoring.window),
+        }
+        one = q.shape[1] == 1
+        self.device_calls += 1
+        if one:
+            lengths = [self.cache.length(sequence, layer) for sequence in self.sequences]
+            ranges = options.get("rows") or [(0, length) for length in lengths]
+            self.kv_bytes += sum(end - begin for begin, end in ranges) * self._row_bytes
+        out: Tensor = self.cache.attend(self.sequences, layer=layer, q=q[:, 0] if one else q, **options)
+        return out[:, None] if one else out
+
+    def _sight(self, layer: int, q: Tensor, visible: Tensor | None, window: int | None) -> dict[str, Any]:
+        """What `KVCache.attend` is told of who sees what: as little as says it."""
+        said: dict[str, Any] = {} if window is None else {"window": window}
+        if visible is None:
+            return said
+        if q.shape[1] == 1:
+            ranges = row_ranges(visible[:, 0])
+            return {**said, "visible": visible[:, 0]} if ranges is None else {**said, "rows": ranges}
+        seen = visible.any(1)
+        whole = causal(q.shape[0], q.shape[1], self.rows(layer), q.device, window)
+        if not torch.equal(visible, seen[:, None] & whole):
+            return {**said, "visible": visible}  # each query row its own
+        ranges = row_ranges(seen)
+        if ranges is None:
+            return {**said, "visible": seen}
+        return said if ranges == [(0, self.rows(layer))] * len(ranges) else {**said, "rows": ranges}
+
+    def _on_host(self, layer: int, q: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
+        k, v = self._prompt.pop(layer)
+        whole = causal(q.shape[0], q.shape[1], k.shape[1], q.device, scoring.window)
+        out: Tensor = reference.decode_attention(
+            q,
+            k,
+            v,
+            scale=scoring.scale,
+            visible=whole if visible is None else whole & visible,
+            sinks=scoring.sinks,
+            softcap=scoring.softcap,
+            k_format=self.dtype,
+            value_dim=scoring.value_dim,
+        )
+        return out
+
+    def works_on_host(self, layer: int) -> bool:
+        """Whether the layer's next attention is a prompt's, on the host."""
+        return layer in self._prompt
+
+    def rows(self, layer: int) -> int:
+        """See `RowStore.rows`."""
+        return max((self.cache.length(sequence, layer=layer) for sequence in self.sequences), default=0)
+
+    @property
+    def batch(self) -> int:
+        """See `RowStore.batch`."""
+        return len(self.sequences)
+
+    def crop(self, rows: int) -> None:
+        """See `RowStore.crop`."""
+        for sequence in self.sequences:
+            self.cache.crop(sequence, rows)
+
+    def select(self, indices: Many[int]) -> None:
+        """See `RowStore.select`."""
+        chosen: list[Sequence] = []
+        kept: set[int] = set()
+        for index in indices:
+            chosen.append(self.cache.fork(self.sequences[index]) if index in kept else self.sequences[index])
+            kept.add(index)
+        for index, sequence in enumerate(self.sequences):
+            if index not in kept:
+                self.cache.free(sequence)
+        self.sequences[:] = chosen
+
+    def reset(self) -> None:
+        """See `RowStore.reset`."""
+        for sequence in self.sequences:
+            self.cache.free(sequence)
+        self.sequences.clear()
+        self._prompt.clear()
+
+    def fresh(self) -> Self:
+        """See `RowStore.fresh`."""
+        made = type(self).__new__(type(self))
+        RowStore.__init__(made, self.dtype, self.form.name if self.narrow else None)
+        made._start(self.shape, self.cache, self._prompts_on_host, self._retired)
+        return made
+
+    def fork(self) -> Self:
+        """See `RowStore.fork`."""
+        made = self.fresh()
+        made.sequences.extend(self.cache.fork(sequence) for sequence in self.sequences)
+        return made
+
+    @classmethod
+    def together(cls, stores: Many[RowStore]) -> RowStore:
+        """See `RowStore.together`; stores in one cache are asked with one doorbell."""
+        own = [store for store in stores if isinstance(store, DeviceRows)]
+        if len(own) < len(stores) or any(store.cache is not own[0].cache for store in own):
+            return JointRows(stores)
+        joint = own[0].fresh()
+        joint.ragged = True
+        joint.sequences = [sequence for store in own for sequence in store.sequences]  # not its to retire
+        return joint
+
+
+def _retire(sequences: list[Sequence], retired: list[Sequence]) -> None:
+    retired.extend(sequences)
