@@ -44,12 +44,13 @@ def decode_attn(
     scale: float,
     window: int = 0,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a batch of sequences over their first rows in a layer, on the device that holds them.
 
     Parameters
     ----------
-    q : [batch, q_heads, head_dim] of the cache's type.
+    q : [batch, q_heads, head_dim] of the cache's type, on any device of torch; it is all that is copied.
     session : from `nearkv.ops.session`.
     layer : which layer.
     sequences : int64 [batch], slots.
@@ -58,6 +59,7 @@ def decode_attn(
     scale : multiplies q·k before the softmax.
     window : rows that a query sees at most, the last of them its own; 0 for all.
     sinks : float32 [q_heads], or None.
+    softcap : as in `KVCache.attend`; 0 for none.
 
     Returns
     -------
@@ -90,6 +92,7 @@ def decode_attn(
         scale=scale,
         rows=[(max(end - window, 0) if window else 0, end) for end in ends],
         sinks=sinks,
+        softcap=softcap or None,
         return_lse=True,
     )
 
@@ -105,6 +108,7 @@ def _(
     scale: float,
     window: int = 0,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     queries = (q.shape[0], q.shape[1])
     return q.new_empty((*queries, value_dim), dtype=torch.float32), q.new_empty(queries, dtype=torch.float32)

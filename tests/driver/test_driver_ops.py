@@ -1,10 +1,13 @@
-"""The torch operator: opcheck, compiled use, and the same bits as `attend`."""
+"""The torch operator: opcheck, compiled and exported use, other devices, and the same bits as `attend`."""
+
+import io
 
 import pytest
 import torch
 from driver_cases import context, filled, same_bits, values
 from nearkv import ops
 from nearkv.errors import ArgumentError, ShapeError, UnknownHandleError
+from torch._subclasses import FakeTensorMode
 
 
 @pytest.fixture
@@ -21,13 +24,14 @@ def test_opcheck(arguments):
     kv, _, plain = arguments
     torch.library.opcheck(torch.ops.nearkv.decode_attn, plain)
     torch.library.opcheck(torch.ops.nearkv.decode_attn, plain, {"window": 4, "sinks": torch.zeros(4)})
+    torch.library.opcheck(torch.ops.nearkv.decode_attn, plain, {"softcap": 5.0})
     assert ops.session(kv) == plain[1]
 
 
 def test_the_bits_of_attend(arguments):
     kv, handles, plain = arguments
     sinks = torch.tensor([0.0, 1.0, -1.0, 2.0])
-    for options in ({}, {"window": 3}, {"sinks": sinks}):
+    for options in ({}, {"window": 3}, {"sinks": sinks}, {"softcap": 2.0}):
         out, lse = torch.ops.nearkv.decode_attn(*plain, **options)
         own = kv.attend(handles, layer=1, q=plain[0], scale=0.25, return_lse=True, **options)
         assert same_bits(out, own[0])
@@ -43,18 +47,71 @@ def test_lengths_make_it_a_function(arguments):
     assert same_bits(before, after)
 
 
-def test_compiled_as_one_graph(arguments):
-    _, _, (q, session, layer, slots, lengths, value_dim, scale) = arguments
+class Step(torch.nn.Module):
+    """An attention layer around the operator."""
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def step(q, lengths):
-        out, lse = torch.ops.nearkv.decode_attn(q, session, layer, slots, lengths, value_dim, scale)
+    def __init__(self, session, layer, value_dim, scale):
+        super().__init__()
+        self.rest = (session, layer, value_dim, scale)
+
+    def forward(self, q, slots, lengths):
+        session, layer, value_dim, scale = self.rest
+        out, lse = torch.ops.nearkv.decode_attn(q * 2, session, layer, slots, lengths, value_dim, scale)
         return out + 1, lse
 
-    out, lse = torch.ops.nearkv.decode_attn(q, session, layer, slots, lengths, value_dim, scale)
-    compiled = step(q, lengths)
-    assert same_bits(compiled[0], out + 1)
-    assert same_bits(compiled[1], lse)
+
+@pytest.fixture
+def step(arguments):
+    """(module, its inputs)."""
+    q, session, layer, slots, lengths, value_dim, scale = arguments[2]
+    return Step(session, layer, value_dim, scale), (q, slots, lengths)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_as_one_graph(step, backend):
+    module, inputs = step
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    for (out, lse), inputs_now in (
+        (module(*inputs), inputs),
+        (module(*(x[:1] for x in inputs)), [x[:1] for x in inputs]),
+    ):
+        found = compiled(*inputs_now)
+        assert same_bits(found[0], out)
+        assert same_bits(found[1], lse)
+
+
+def test_exported_and_read_again(step):
+    """For batches of any size; the number of the cache is part of what is exported."""
+    module, inputs = step
+    batch = torch.export.Dim("batch", min=1, max=64)
+    exported = torch.export.export(module, inputs, dynamic_shapes=({0: batch},) * 3)
+    kept = io.BytesIO()
+    torch.export.save(exported, kept)
+    kept.seek(0)
+    again = torch.export.load(kept).module()
+    wider = tuple(torch.cat([x, x, x[:1]]) for x in inputs)
+    for given in (inputs, wider):
+        for found, expected in zip(again(*given), module(*given), strict=True):
+            assert same_bits(found, expected)
+
+
+def test_fake_tensors_of_a_gpu(step):
+    """What a compiler sees of it where queries are on a GPU: results lie beside them, and nothing is run."""
+    module, inputs = step
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in inputs]
+        out, lse = module(*fake)
+    assert (out.device.type, out.shape, out.dtype) == ("cuda", (2, 4, 24), torch.float32)
+    assert (lse.device.type, lse.shape, lse.dtype) == ("cuda", (2, 4), torch.float32)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_queries_on_a_gpu(step):
+    module, inputs = step
+    found = module(*(x.cuda() for x in inputs))
+    for one, expected in zip(found, module(*inputs), strict=True):
+        assert one.device.type == "cuda"
+        assert same_bits(one.cpu(), expected)
 
 
 def test_refused(arguments):
