@@ -138,7 +138,7 @@ def test_generate_makes_its_caches_on_the_device():
         cache = hf.attach(model, device)
         found = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
         assert torch.equal(found, own)
-        assert device.stats().jobs > 0
+        assert device.stats().lines > 0
         kept = model.generate(
             ids, attention_mask=mask, max_new_tokens=5, do_sample=False, return_dict_in_generate=True
         )
@@ -152,6 +152,53 @@ def test_generate_makes_its_caches_on_the_device():
     hf.detach(model)
     hf.detach(model)
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False), own)
+
+
+def test_a_cache_of_another_kind_is_the_host_s():
+    """It has the model's own attention, with a warning; the next call is on the device again."""
+    model = make_model("llama")
+    ids, mask = batch()
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "disable_compile": True}
+    own = model.generate(ids, cache_implementation="static", **options)
+    with nearkv.open("model") as device:
+        hf.attach(model, device)
+        with pytest.warns(UserWarning, match="cache_implementation='static' is the host's"):
+            found = model.generate(ids, cache_implementation="static", **options)
+        assert torch.equal(found, own)
+        assert device.stats().lines == 0
+        model.generate(ids, **options)
+        assert device.stats().lines > 0
+
+
+def test_another_attention_implementation_is_noticed():
+    model = make_model("llama")
+    ids, _ = batch()
+    cache = hf.attach_store(model, hf.ReferenceRows("fp16"))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="leave the model's attn_implementation"):
+        model(ids, **{hf.cache_argument(): cache})
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3"])
+def test_weights_are_worked_out_for_who_asks(family):
+    """From rows read back, of quantised rows those that they are; also in a later step."""
+    model = make_model(family)
+    ids, mask = batch()
+    options = {"attention_mask": mask, "output_attentions": True, "max_new_tokens": 3, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "eos_token_id": None}
+    own = model.generate(ids, **options)
+    with nearkv.open("model") as device:
+        hf.attach(model, device)
+        found = model.generate(ids, **options)
+        layer = found[hf.cache_argument()].layers[1]
+        shape = hf.row_shape(model.config)
+        assert layer.keys.shape == (2, shape.kv_heads, 13, shape.head_dim)
+        assert (layer.values is None) == shape.latent
+    for step, expected in zip(found.attentions, own.attentions, strict=True):
+        for weights, wanted in zip(step, expected, strict=True):
+            assert weights.shape == (*wanted.shape[:3], weights.shape[3])
+            seen = slice(weights.shape[3] - wanted.shape[3], None)  # sliding layers keep all rows
+            assert torch.allclose(weights[0, ..., seen], wanted[0], atol=5e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])

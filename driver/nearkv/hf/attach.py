@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 from .attention import NAME, register
 from .cache import NearKVCache
@@ -29,7 +30,8 @@ def attach(
     """Put a transformers model's KV cache and attention on a device.
 
     From here on `generate` keeps its rows there, in a new cache for each call that names none. The model
-    also runs without a cache; attention is then its own, on the host.
+    also runs without a cache, and with another that a call names (`cache_implementation`, with a warning);
+    attention is then on the host.
 
     Parameters
     ----------
@@ -89,13 +91,22 @@ def _before(model: Any) -> str | None:
 def _prepare(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **more: Any
 ) -> Any:
-    """`generate` asks for a cache: a new one on the device where its caller has named none."""
+    """`generate` asks for a cache: a new one on the device where its caller has named none.
+
+    A call that names another kind of cache runs with it, on the host, with the model's own attention.
+    """
     name = cache_argument()
-    wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
-    given = model_kwargs.get(name) is not None
-    if wanted and not given:
+    given, kind = model_kwargs.get(name), generation_config.cache_implementation
+    ours = isinstance(given, NearKVCache)
+    fresh = given is None and kind is None and generation_config.use_cache is not False
+    if fresh:
         model_kwargs[name] = model._nearkv_cache.fresh()
+    elif kind is not None:
+        warn(f"cache_implementation={kind!r} is the host's: this call does not use the device", stacklevel=2)
+    wanted = model._before_nearkv if kind is not None and not ours else NAME
+    if model.config._attn_implementation != wanted:
+        model.set_attn_implementation(wanted)
     done = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *rest, **more)
-    if wanted and not given:
+    if fresh:
         model_kwargs[name]._is_user_defined = False
     return done

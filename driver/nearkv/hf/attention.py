@@ -11,7 +11,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .latent import queries_for_latents, values_of_latents
 from .placeholder import Placeholder
-from .plain import plain_attention
+from .plain import attention_weights, weighted
 
 NAME = "nearkv"
 """The attention implementation's name. It must not hold the word that transformers takes for
@@ -31,11 +31,12 @@ def nearkv_attention(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers asks for it, over rows that a `NearKVCache` holds.
 
     Rows that are in no cache, as many as there are queries, are the business of a forward pass without one:
-    attention over them is the model's own, on the host and in its own type.
+    attention over them is the model's own, on the host and in its own type. Weights, for who asks for them
+    (`output_attentions`), are worked out on the host too, from K that is read back: a device returns results.
 
     Parameters
     ----------
@@ -48,7 +49,8 @@ def nearkv_attention(
 
     Returns
     -------
-    [batch, query_rows, q_heads, value_dim] in the query's type, and None.
+    [batch, query_rows, q_heads, value_dim] in the query's type, and the weights [batch, q_heads, query_rows,
+    rows] or None.
 
     Raises
     ------
@@ -60,32 +62,30 @@ def nearkv_attention(
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ValueError(f"attention_mask must be bool, not {attention_mask.dtype}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    is_causal = kwargs.get("is_causal")
+    sight: dict[str, Any] = {
+        "scale": scale,
+        "visible": attention_mask,
+        "window": sliding_window,
+        "is_causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        "sinks": s_aux,
+        "softcap": softcap,
+    }
     if not isinstance(key, Placeholder):
         if key.shape[2] != query.shape[2]:
             raise ValueError(
                 "attn_implementation='nearkv' needs its own cache: pass cache=nearkv.hf.attach(model, device)"
             )
-        is_causal = kwargs.get("is_causal")
-        out = plain_attention(
-            query,
-            key,
-            value,
-            scale=scale,
-            visible=attention_mask,
-            is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-            sinks=s_aux,
-            softcap=softcap,
-        )
-        return out.contiguous(), None
+        weights = attention_weights(query, key, **sight)
+        return weighted(weights, value), weights
     layer = key.layer
-    visible = None if attention_mask is None or layer.store.ragged else attention_mask[:, 0]
     if layer.latent_dim:
         query = queries_for_latents(module, query)
     out = layer.store.attend(
         layer.index,
         query.transpose(1, 2),
         scale=scale,
-        visible=visible,
+        visible=None if attention_mask is None or layer.store.ragged else attention_mask[:, 0],
         window=sliding_window,
         sinks=s_aux,
         softcap=softcap,
@@ -93,7 +93,9 @@ def nearkv_attention(
     )
     if layer.latent_dim:
         out = values_of_latents(module, out)
-    return out.to(query.dtype).contiguous(), None
+    out = out.to(query.dtype).contiguous()
+    keys = layer.keys if kwargs.get("output_attentions", False) else None
+    return out, None if keys is None else attention_weights(query, keys, **sight)
 
 
 def register() -> None:

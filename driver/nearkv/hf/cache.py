@@ -28,7 +28,7 @@ class NearKVLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = False
 
     def __init__(self, store: RowStore, index: int, latent_dim: int = 0) -> None:
-        super().__init__()
+        self.is_initialized = False  # not super().__init__(): keys and values are read where they are
         self.store = store
         self.index = index
         self.latent_dim = latent_dim
@@ -48,6 +48,11 @@ class NearKVLayer(CacheLayerMixin):  # type: ignore[misc]
         key_states, value_states : [batch, kv_heads, rows, dim]; of latent attention the latents
             [batch, 1, rows, rank] and what carries positions, [batch, 1, rows, dim].
         """
+        if isinstance(key_states, Placeholder):
+            raise RuntimeError(
+                f"{key_states!r} came back as new rows: another attention implementation than 'nearkv' ran; "
+                "leave the model's attn_implementation as nearkv.hf.attach set it"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.latent_dim:
@@ -67,6 +72,25 @@ class NearKVLayer(CacheLayerMixin):  # type: ignore[misc]
             for x in (key_states, value_states)
         )
         return keys, values
+
+    @property
+    def keys(self) -> Tensor | None:
+        """K as the layer holds it, read back: [batch, kv_heads, rows, head_dim] in the model's type.
+
+        Of latent rows the whole row. None before the first rows, as transformers' own layers have it.
+        """
+        return self._read(0)
+
+    @property
+    def values(self) -> Tensor | None:
+        """V, likewise; None for latents, whose V is in the K row."""
+        return self._read(1)
+
+    def _read(self, part: int) -> Tensor | None:
+        if not self.is_initialized or not self.store.batch:
+            return None
+        rows = self.store.read(self.index)[part]
+        return None if rows is None else rows.transpose(1, 2).to(self.device, self.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Rows after the next `query_length` are in, and the offset of the first."""

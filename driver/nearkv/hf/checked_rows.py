@@ -124,6 +124,10 @@ class CheckedRows(RowStore):
         yield
         self.tally.seconds += time.perf_counter() - start
 
+    def read(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """See `RowStore.read`: those of the device."""
+        return self.device_rows.read(layer)
+
     def rows(self, layer: int) -> int:
         """See `RowStore.rows`."""
         return self.device_rows.rows(layer)

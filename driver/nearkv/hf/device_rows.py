@@ -142,6 +142,12 @@ class DeviceRows(RowStore):
         )
         return out
 
+    def read(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """See `RowStore.read`."""
+        parts = [self.cache.read(sequence, layer=layer) for sequence in self.sequences]
+        k, v = (torch.stack(part) for part in zip(*parts, strict=True))
+        return k, None if self.shape.latent else v
+
     def works_on_host(self, layer: int) -> bool:
         """Whether the layer's next attention is a prompt's, on the host."""
         return layer in self._prompt

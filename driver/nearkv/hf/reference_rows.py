@@ -65,6 +65,11 @@ class ReferenceRows(RowStore):
         """The layer's rows: K and V, codes [batch, rows, kv_heads, dim]; no V for latents."""
         return self._k[layer], self._v.get(layer)
 
+    def read(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """See `RowStore.read`."""
+        k, v = self.quantised(layer)
+        return k.values(), None if v is None else v.values()
+
     def rows(self, layer: int) -> int:
         """See `RowStore.rows`."""
         return self._k[layer].codes.shape[1] if layer in self._k else 0

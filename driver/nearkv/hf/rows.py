@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -119,6 +119,10 @@ class RowStore(ABC):
     def _attend(self, layer: int, q: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor: ...
 
     @abstractmethod
+    def read(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """K and V as they are held, as numbers [batch, rows, kv_heads, dim]; no V for latents."""
+
+    @abstractmethod
     def rows(self, layer: int) -> int:
         """Rows that the layer holds, of the longest sequence."""
 
@@ -174,6 +178,10 @@ class JointRows(RowStore):
         parts = [s._attend(layer, q[i : i + 1], None, scoring) for i, s in enumerate(self._stores)]
         return torch.cat(parts)
 
+    def read(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """See `RowStore.read`."""
+        self._refuse("read")
+
     def rows(self, layer: int) -> int:
         """See `RowStore.rows`."""
         return max(store.rows(layer) for store in self._stores)
@@ -197,13 +205,13 @@ class JointRows(RowStore):
 
     def fresh(self) -> Self:
         """See `RowStore.fresh`."""
-        return self._refuse("fresh")
+        self._refuse("fresh")
 
     def fork(self) -> Self:
         """See `RowStore.fork`."""
-        return self._refuse("fork")
+        self._refuse("fork")
 
-    def _refuse(self, name: str) -> Self:
+    def _refuse(self, name: str) -> NoReturn:
         raise TypeError(f"{name}: these rows belong to {len(self._stores)} stores; ask each of them")
 
 
