@@ -61,6 +61,29 @@ def model(
 
 
 @app.command()
+def hf(
+    model: Annotated[
+        Path | None, typer.Option(help="A folder as transformers saves a model. SmolLM2-135M if not given.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Rows of the context.", min=1)] = 128,
+    steps: Annotated[int, typer.Option(help="Steps that a figure is the median of.", min=1)] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what a token costs beside the device (hf.integration, hf.beside).
+
+    A decode step with transformers' own attention and cache, and with both on the model device, in processor
+    time on one core; both figures are parts of the former.
+    """
+    from nearkv.bench import hf as bench
+    from nearkv.hf import load
+
+    loaded = load(model)
+    with steps_bar(2) as bar:
+        results = list(bench.measure(loaded, rows=rows, steps=steps, progress=bar))
+    print_results(f"Hugging Face, {loaded.name}", results, as_json)
+
+
+@app.command()
 def formats(
     device: Annotated[str, typer.Option(help="Which device: rtl, model, with a preset.")] = "rtl:card",
     kv_format: Annotated[

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nearkv import reference
+from nearkv.errors import ArgumentError
 
 from .rows import JointRows, RowShape, RowStore, Scoring, causal, row_ranges
 
@@ -73,6 +74,8 @@ class DeviceRows(RowStore):
         self._row_bytes = shape.kv_heads * cache.row_bytes
         self._prompts_on_host = prompts_on_host and not self.narrow
         self._prompt: dict[int, tuple[Tensor, Tensor | None]] = {}
+        # new rows wait for the attention that follows them: both are one program
+        self._waiting: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.sequences: list[Sequence] = []
         # Sequences of stores that nobody has any more. A collection may come in the middle of a call on the
         # device, so they are only noted, and freed with the next rows.
@@ -87,9 +90,19 @@ class DeviceRows(RowStore):
         if len(self.sequences) != k.shape[0]:
             raise ValueError(f"the cache holds {len(self.sequences)} sequences, got rows of {k.shape[0]}")
         self._prompt.pop(layer, None)
+        self._flush(layer)
         if self._prompts_on_host and k.shape[1] > 1 and self.rows(layer) == 0:
             self._prompt[layer] = (k, v)
-        self.cache.append(self.sequences, layer=layer, k=k, v=v)
+            self.cache.append(self.sequences, layer=layer, k=k, v=v)
+        else:
+            self._waiting[layer] = (k, v)
+
+    def _flush(self, layer: int | None = None) -> None:
+        """Append what waits for its attention, of a layer or of all."""
+        for one in [layer] if layer is not None else list(self._waiting):
+            if one in self._waiting:
+                k, v = self._waiting.pop(one)
+                self.cache.append(self.sequences, layer=one, k=k, v=v)
 
     def _attend(self, layer: int, q: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
         if layer in self._prompt:
@@ -103,11 +116,27 @@ class DeviceRows(RowStore):
         one = q.shape[1] == 1
         self.device_calls += 1
         if one:
-            lengths = [self.cache.length(sequence, layer) for sequence in self.sequences]
-            ranges = options.get("rows") or [(0, length) for length in lengths]
-            self.kv_bytes += sum(end - begin for begin, end in ranges) * self._row_bytes
-        out: Tensor = self.cache.attend(self.sequences, layer=layer, q=q[:, 0] if one else q, **options)
+            seen = options.get("rows")
+            rows = sum(self._lengths(layer)) if seen is None else sum(end - begin for begin, end in seen)
+            self.kv_bytes += rows * self._row_bytes
+            q = q[:, 0]
+        out: Tensor | None = None
+        if layer in self._waiting:
+            out = self._appended(layer, q, options)
+        if out is None:
+            out = self.cache.attend(self.sequences, layer=layer, q=q, **options)
         return out[:, None] if one else out
+
+    def _appended(self, layer: int, q: Tensor, options: dict[str, Any]) -> Tensor | None:
+        """Rows and their attention in one program; None where the device cannot, and rows alone are in."""
+        k, v = self._waiting[layer]
+        try:
+            out: Tensor = self.cache.append_attend(self.sequences, layer=layer, k=k, v=v, q=q, **options)
+        except ArgumentError:  # with nothing done: what the host has to work out is one
+            self._flush(layer)
+            return None
+        del self._waiting[layer]
+        return out
 
     def _sight(self, layer: int, q: Tensor, visible: Tensor | None, window: int | None) -> dict[str, Any]:
         """What `KVCache.attend` is told of who sees what: as little as says it."""
@@ -144,6 +173,7 @@ class DeviceRows(RowStore):
 
     def read(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """See `RowStore.read`."""
+        self._flush(layer)
         parts = [self.cache.read(sequence, layer=layer) for sequence in self.sequences]
         k, v = (torch.stack(part) for part in zip(*parts, strict=True))
         return k, None if self.shape.latent else v
@@ -154,7 +184,13 @@ class DeviceRows(RowStore):
 
     def rows(self, layer: int) -> int:
         """See `RowStore.rows`."""
-        return max((self.cache.length(sequence, layer=layer) for sequence in self.sequences), default=0)
+        return max(self._lengths(layer), default=0)
+
+    def _lengths(self, layer: int) -> list[int]:
+        """Rows of each sequence, those included that wait."""
+        waiting = self._waiting.get(layer)
+        more = 0 if waiting is None else waiting[0].shape[1]
+        return [self.cache.length(sequence, layer) + more for sequence in self.sequences]
 
     @property
     def batch(self) -> int:
@@ -163,11 +199,13 @@ class DeviceRows(RowStore):
 
     def crop(self, rows: int) -> None:
         """See `RowStore.crop`."""
+        self._flush()
         for sequence in self.sequences:
             self.cache.crop(sequence, rows)
 
     def select(self, indices: Many[int]) -> None:
         """See `RowStore.select`."""
+        self._flush()
         chosen: list[Sequence] = []
         kept: set[int] = set()
         for index in indices:
@@ -184,6 +222,7 @@ class DeviceRows(RowStore):
             self.cache.free(sequence)
         self.sequences.clear()
         self._prompt.clear()
+        self._waiting.clear()
 
     def fresh(self) -> Self:
         """See `RowStore.fresh`."""
@@ -194,6 +233,7 @@ class DeviceRows(RowStore):
 
     def fork(self) -> Self:
         """See `RowStore.fork`."""
+        self._flush()
         made = self.fresh()
         made.sequences.extend(self.cache.fork(sequence) for sequence in self.sequences)
         return made
