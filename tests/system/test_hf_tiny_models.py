@@ -262,6 +262,38 @@ def test_a_softcap_needs_a_device_that_has_one():
             hf.nearkv_attention(torch.nn.Module(), states, keys, values, None, softcap=5.0)
 
 
+@pytest.mark.parametrize("how", OPTIONS)
+def test_a_device_with_plain_jobs_alone_chooses_the_same_tokens(how):
+    """What it has not (several query rows, gaps) the host makes up for, over rows that it reads back."""
+    model = make_model("mistral")
+    ids, mask = batch()
+    with nearkv.open("model", features=Feature(0)) as device:
+        rows = hf.DeviceRows(device, hf.row_shape(model.config), "fp16")
+        on_device = generate(model, rows, ids, mask, **OPTIONS[how])
+        assert device.stats().host_lines > 0
+    assert torch.equal(on_device, generate(model, hf.ReferenceRows("fp16"), ids, mask, **OPTIONS[how]))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_nobody_sees_do_not_matter(poison):
+    """C1, C3: padding holds what it holds; query rows of padding see nothing and are zero, not NaN."""
+    shape = hf.RowShape(1, 2, 16, 16)
+    generator = torch.Generator().manual_seed(SEED)
+    k, v, q = torch.randn(3, 2, 6, 2, 16, generator=generator)
+    visible = torch.ones(6, 6, dtype=torch.bool).tril().repeat(2, 1, 1)
+    visible[1, :, :2] = False
+    with nearkv.open("model") as device:
+        results = []
+        for spoilt in (False, True):
+            if spoilt:
+                k[1, :2], v[1, :2], q[1, :2] = poison, poison, poison
+            rows = hf.DeviceRows(device, shape, "fp16")
+            rows.append(0, k, v)
+            results.append(rows.attend(0, q, scale=0.25, visible=visible))
+            assert (results[-1][1, :2] == 0).all()
+    assert torch.equal(*results)
+
+
 def test_rows_of_another_cache_are_refused():
     """C: a cache of another kind would be attended on the host, without a word."""
     query, rows = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 2, 8)
