@@ -12,4 +12,6 @@ FEATURES = (
     | Feature.SOFTCAP
     | Feature.ALIBI
     | Feature.QUERY_ROWS
+    | Feature.TREE
+    | Feature.RANGES
 )
