@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
@@ -10,23 +11,27 @@ import numpy as np
 import torch
 from nearkv_hw.abi import DeviceConfig
 from nearkv_hw.abi.memory import RowLayout
-from nearkv_sim.port import Fence, Operation
+from nearkv_sim.port import Operation
 
 from .append import Appending, RowWriter
 from .arguments import whole_number
 from .attention import Answer, Call, Held, Options, table_addresses
-from .codec import FORMATS, one
+from .codec import FORMATS
 from .coded import Coded, Coder
+from .cuts import Cuts
 from .errors import (
     AccessError,
     ArgumentError,
     ClosedError,
     DeviceError,
     DtypeError,
+    NearkvError,
     OutOfMemoryError,
 )
+from .eviction import Evictor, Watermark, least_important
 from .heads import GivenHeads, HeadTables
 from .jobs import Jobs
+from .memory_use import CacheUse
 from .quantise.formats import CacheFormat
 from .quantise.rows import Quantised
 from .reference import Partial
@@ -88,6 +93,7 @@ class KVCache:
         self._reader = RowReader(tenant, layout)
         self._pages = tenant.pages(layout.page_bytes)
         self._writer = RowWriter(tenant, self._pages, layout, form, self._heads)
+        self._cuts = Cuts(tenant, self._pages, layout, self._writer, self._reader)
         self._sequences = Sequences(
             tenant,
             self._pages,
@@ -96,6 +102,7 @@ class KVCache:
             kv_heads=kv_heads,
             tables={"head_scales": self._heads.head_scales, "codebooks": self._heads.codebooks},
         )
+        self._evictor = Evictor(self._sequences, lambda: tenant.page_bytes)
         self._closed = False
 
     # Life
@@ -149,14 +156,62 @@ class KVCache:
 
     # Sequences
 
-    def sequence(self) -> Sequence:
+    def sequence(self, priority: int | None = None) -> Sequence:
         """A new, empty sequence.
+
+        Parameters
+        ----------
+        priority : None for a sequence that stays until it is freed; a number for one that may go when memory
+            runs short (`keep_below`), the lowest first. `Sequence.priority` changes it.
 
         Raises
         ------
         OutOfMemoryError : when there is no room for its page tables.
         """
-        return self._open_sequences().new()
+        sequence = self._evictor.with_room(self._open_sequences().new, ())
+        sequence.priority = priority
+        self._evictor.touch([sequence])
+        return sequence
+
+    def keep_below(
+        self,
+        high_bytes: int | None,
+        low_bytes: int | None = None,
+        *,
+        order: Callable[[Sequence], Any] = least_important,
+        on_evict: Callable[[Sequence], None] = lambda sequence: None,
+    ) -> None:
+        """Have sequences that have a priority end when the tenant's pages would be more than `high_bytes`.
+
+        They go one after the other until `low_bytes` (`high_bytes` if not given) are left, never those of the
+        call that needs the room. Whatever the marks, they go when there is no memory left. A handle of one
+        that went raises EvictedError.
+
+        Parameters
+        ----------
+        high_bytes, low_bytes : of pages of all caches of the tenant; None for no mark.
+        order : a key of sequences, those with the least go first; by default priority, then last use.
+        on_evict : called with each one before it goes.
+
+        Raises
+        ------
+        ArgumentError : for marks that are none, or in the wrong order.
+        """
+        self._evictor.watermark = Watermark(high_bytes, low_bytes, order, on_evict)
+
+    def memory(self) -> CacheUse:
+        """What the cache has on the device, and what the driver keeps of it on the host."""
+        tables = [table for sequence in self._open_sequences() for table in self._sequences.tables(sequence)]
+        pages = sum(len(table.held_pages) * table.heads for table in tables)
+        return CacheUse(
+            sequences=len(tables) // self.layers,
+            rows=sum(table.rows for table in tables),
+            pages=pages,
+            page_bytes=pages * self._layout.page_bytes,
+            table_bytes=sum(table.size_bytes for table in tables),
+            host_bytes=sum(table.host_bytes for table in tables),
+            evicted=self._evictor.evicted,
+        )
 
     def sequence_at(self, slot: int) -> Sequence:
         """The sequence in a slot of the directory.
@@ -180,53 +235,109 @@ class KVCache:
 
         Raises
         ------
-        ArgumentError : when `rows` is negative or more than any of the layers has.
+        ArgumentError : when `rows` is negative or more than any of the layers has, or among rows that were
+            released.
         """
-        known = self._open_sequences()
-        tables = known.tables(sequence) if layer is None else [known.table(sequence, layer)]
-        whole_number("rows", rows, 0, max(table.committed for table in tables))
-        kept = -(-rows // self.page_rows)
-        cut = [table for table in tables if table.committed > rows]
-        program: list[Operation] = [self._tenant.write(one(t.address), t.header(rows)) for t in cut]
-        program.append(Fence())
-        dropped = []
-        for table in cut:
-            pages, table.committed = table.pages, rows
-            if pages > kept:
-                dropped.append(table.page_addresses(kept, pages).reshape(-1))
-                table.drop(kept)
-                program.append(self._tenant.write(*table.entry_lines(kept, pages)))
-        if cut:
-            # the rows that are left of a last page have other extremes
-            self._tenant.run([*self._writer.summarise_again(cut, rows, self._reader), *program])
-        for page_addresses in dropped:
-            self._pages.give(page_addresses)
+        self._cuts.crop(self._tables(sequence, layer), rows)
+
+    def release(
+        self, sequence: Sequence, before: int, *, kept_rows: int = 0, layer: int | None = None
+    ) -> None:
+        """Forget the rows before row number `before`, in one layer or in all, for windows that leave them.
+
+        The others keep their numbers. Nobody sees the released rows again, whatever a call says; pages in
+        which there are no other rows are free.
+
+        Parameters
+        ----------
+        kept_rows : first rows of the context that stay.
+
+        Raises
+        ------
+        ArgumentError : when a layer has fewer rows, or other rows were released before so that the released
+            ones would not be one run.
+        """
+        self._cuts.release(self._tables(sequence, layer), kept_rows, before)
+
+    def slide(self, sequence: Sequence, window: int, *, kept_rows: int = 0, layer: int | None = None) -> None:
+        """Release the pages that a window of so many rows has left, from the last row on.
+
+        Parameters
+        ----------
+        window, kept_rows : as `attend` has them.
+
+        Raises
+        ------
+        ArgumentError : as `release`.
+        """
+        whole_number("window", window, 1, 1 << 62)
+        whole_number("kept_rows", kept_rows, 0, 1 << 62)
+        for table in self._tables(sequence, layer):
+            before = max(table.committed - window, 0) // self.page_rows * self.page_rows
+            if before > max(kept_rows, table.released[1]):
+                self._cuts.release([table], kept_rows, before)
 
     def reset(self) -> None:
         """Forget all rows of all sequences; the sequences stay."""
         for sequence in self._open_sequences():
             self.crop(sequence, 0)
 
-    def fork(self, sequence: Sequence) -> Sequence:
-        """A new sequence with a copy of all rows, for beams and shared prompts.
+    def fork(self, sequence: Sequence, rows: int | None = None) -> Sequence:
+        """A new sequence with the same rows, or the first `rows` of them, for beams and shared prompts.
+
+        The rows are not copied: both have the same pages, and who appends to one that is not full first gets
+        a copy of it.
 
         Raises
         ------
-        OutOfMemoryError, AccessError : when there is no room for the copy, or a line is poisoned; there is no
-            new sequence then.
+        ArgumentError : as `crop`, of `rows`.
+        OutOfMemoryError, AccessError : when there is no room for the page tables, or a line is poisoned;
+            there is no new sequence then.
         """
-        tables = self._open_sequences().tables(sequence)
-        copy = self.sequence()
-        try:
-            for layer, table in enumerate(tables):
-                if table.committed:
-                    held = self._reader.read(table)
-                    own = self._sequences.table(copy, layer)
-                    self._append([own], [copy], layer, _as_coded(held))
-        except (OutOfMemoryError, AccessError):
-            self.free(copy)
-            raise
+        known = self._open_sequences()
+        if rows is not None:
+            whole_number("rows", rows, 0, max(table.committed for table in known.tables(sequence)))
+        copy = self._fork(sequence, [sequence])
+        if rows is not None:
+            try:
+                self.crop(copy, rows)
+            except NearkvError:
+                self.free(copy)
+                raise
         return copy
+
+    def select(self, sequences: Many[Sequence], indices: Many[int]) -> list[Sequence]:
+        """The sequences at these places of a list, as a beam search chooses among its beams.
+
+        One that is chosen keeps its handle, where it stands again it is forked; those that are not chosen
+        are freed.
+
+        Raises
+        ------
+        ArgumentError : for a place that is none, or a list that names a sequence twice.
+        OutOfMemoryError : when there is no room for a fork; all is as it was then.
+        """
+        known = self._open_sequences()
+        known.batch(sequences, 0, distinct=True)
+        for index in indices:
+            whole_number("index", index, 0, len(sequences) - 1)
+        chosen: list[Sequence] = []
+        forks: list[Sequence] = []
+        once: set[int] = set()
+        try:
+            for index in indices:
+                if index in once:
+                    forks.append(self._fork(sequences[index], sequences))
+                chosen.append(forks[-1] if index in once else sequences[index])
+                once.add(index)
+        except OutOfMemoryError:
+            for fork in forks:
+                known.free(fork)
+            raise
+        for index, sequence in enumerate(sequences):
+            if index not in once:
+                known.free(sequence)
+        return chosen
 
     # Rows
 
@@ -274,6 +385,7 @@ class KVCache:
 
     def read(self, sequence: Sequence, *, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows that the device holds: k [rows, kv_heads, head_dim] and v [rows, kv_heads, value_dim].
+        Rows that were released are left out.
 
         Of the cache's type for bf16 and fp16; of other formats the numbers as float32, rounded once where a
         scale per head makes them longer. `read_codes` has all of it.
@@ -292,7 +404,8 @@ class KVCache:
         return own, own[..., : self.value_dim] if v is None else numbers(v)
 
     def read_codes(self, sequence: Sequence, *, layer: int) -> tuple[Quantised, Quantised | None]:
-        """The rows that the device holds, as codes with their scales; V is None where it is part of K.
+        """The rows that the device holds, as codes with their scales; V is None where it is part of K. Rows
+        that were released are left out.
 
         Raises
         ------
@@ -432,9 +545,17 @@ class KVCache:
         DeviceError, AccessError, DeviceTimeoutError : when it answers with a fault, or not at all.
         """
         tables = self._open_sequences().batch(sequences, layer)
+        self._evictor.touch(sequences)
         lengths = [table.committed for table in tables]
         call = self._call(
-            layer, q, lengths, return_lse=return_lse, partial=partial, select_pages=select_pages, **options
+            layer,
+            q,
+            tables,
+            lengths,
+            return_lse=return_lse,
+            partial=partial,
+            select_pages=select_pages,
+            **options,
         )
         return self._answer(call, tables)
 
@@ -473,11 +594,11 @@ class KVCache:
                 "use append and then attend"
             )
         coded = self._coder.code(layer, k, v, k_scales, v_scales, len(tables))
-        appending = self._writer.start(self._sequences.directory, tables, coded.rows)
+        appending = self._start(tables, sequences, coded.rows)
         try:
             appended = self._writer.program(appending, coded, layer)
             lengths = [table.committed + coded.rows for table in tables]
-            call = self._call(layer, q, lengths, select_pages=select_pages, **options)
+            call = self._call(layer, q, tables, lengths, select_pages=select_pages, **options)
             if not call.on_units and self._tenant.config.units:
                 raise ArgumentError(
                     "the host has to work this out (several query rows or gaps in visible, on this device): "
@@ -501,10 +622,34 @@ class KVCache:
             raise ClosedError("the KV cache is closed; make another one with kv_cache()")
         return self._sequences
 
+    def _fork(self, sequence: Sequence, keep: Many[Sequence]) -> Sequence:
+        """A fork, which is as important as what it was made from."""
+        known = self._open_sequences()
+        copy = self._evictor.with_room(lambda: known.fork(sequence), keep)
+        copy.priority = sequence.priority
+        self._evictor.touch([copy])
+        return copy
+
+    def _start(self, tables: list[PageTable], sequences: Many[Sequence], rows: int) -> Appending:
+        """Take what so many rows more of each sequence need, from others if need be."""
+        new = [-(-(table.committed + rows) // self.page_rows) - table.pages for table in tables]
+        self._evictor.make_room(sum(new) * self.kv_heads * self._layout.page_bytes, sequences)
+        started = self._evictor.with_room(
+            lambda: self._writer.start(self._sequences.directory, tables, rows), sequences
+        )
+        self._evictor.touch(sequences)
+        return started
+
+    def _tables(self, sequence: Sequence, layer: int | None) -> list[PageTable]:
+        """The page tables of a sequence, in one layer or in all."""
+        known = self._open_sequences()
+        return known.tables(sequence) if layer is None else [known.table(sequence, layer)]
+
     def _call(
         self,
         layer: int,
         q: torch.Tensor,
+        tables: list[PageTable],
         lengths: list[int],
         *,
         return_lse: bool = False,
@@ -538,6 +683,7 @@ class KVCache:
             q,
             np.array(lengths, np.int64),
             held,
+            released=np.array([table.released for table in tables], np.int64),
             return_lse=return_lse,
             partial=partial,
             select_pages=select_pages,
@@ -559,7 +705,7 @@ class KVCache:
         return call.on_host(fetch)
 
     def _append(self, tables: list[PageTable], sequences: Many[Sequence], layer: int, coded: Coded) -> None:
-        appending = self._writer.start(self._sequences.directory, tables, coded.rows)
+        appending = self._start(tables, sequences, coded.rows)
         self._tenant.run(self._writer.program(appending, coded, layer))
         self._appended(appending, sequences, layer, coded)
 
@@ -573,10 +719,3 @@ def _dtype_of(form: CacheFormat) -> torch.dtype | None:
     """The torch type of both K and V, if there is one."""
     rows = {form.k.form, (form.v or form.k).form}
     return next((dtype for dtype, kind in FORMATS.items() if rows == {kind}), None)
-
-
-def _as_coded(held: Context) -> Coded:
-    """Rows that were read, for a copy of them."""
-    k, k_scales, v, v_scales = (None if x is None else x.unsqueeze(0) for x in held.areas)
-    assert k is not None
-    return Coded((k, v), (k_scales, v_scales), {})

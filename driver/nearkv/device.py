@@ -28,6 +28,7 @@ from .cache import KVCache
 from .errors import ArgumentError, ClosedError, UnknownHandleError, VersionError
 from .formats import Blocks, Dtype, Pair, chosen_format, needs_of
 from .heads import GivenHeads
+from .memory_use import MemoryUse
 from .stats import AttentionTotals, Stats, read_stats
 from .tenant import Tenant
 
@@ -178,6 +179,11 @@ class Device:
         """What the device and its channels counted since reset, and what attention took; see `Stats`."""
         self._check_open()
         return read_stats(self._port, self.config, self._totals)
+
+    def memory(self, tenant: int = 0) -> MemoryUse:
+        """What a tenant's memory holds, as this driver has placed it."""
+        self._check_open()
+        return self._tenant(tenant).memory()
 
     def start_wave(self, path: Path) -> None:
         """Record an FST of everything from here on; RuntimeError where there are no traces."""

@@ -9,6 +9,7 @@ from nearkv_hw.abi.lines import LINE_BYTES, lines_of
 from nearkv_sim.port import Write
 
 from .codec import span
+from .table import PageTable
 from .tenant import Tenant
 
 _ADDRESS_BYTES = 8
@@ -43,6 +44,14 @@ class Directory:
         end = begin + len(addresses)
         self._tables[begin:end] = addresses
         return self._write(begin // _PER_LINE, -(-end // _PER_LINE))
+
+    def move(self, tables: Many[PageTable]) -> Write:
+        """Set where these tables lie now; returns the operation that does so, a line at once."""
+        where = [table.sequence * self.layers + table.layer for table in tables]
+        self._tables[where] = [table.address for table in tables]
+        lines = np.unique(np.array(where) // _PER_LINE)
+        data = self._tables.reshape(-1, _PER_LINE)[lines].view(np.uint8)
+        return self._tenant.write((self.address + lines * LINE_BYTES).astype(np.uint64), data)
 
     def write_all(self) -> Write:
         """The operation that writes the whole directory."""

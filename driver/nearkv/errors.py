@@ -29,6 +29,10 @@ class ClosedError(NearkvError, ValueError):
     """A device, cache or sequence that was closed or freed."""
 
 
+class EvictedError(ClosedError):
+    """A sequence with a priority that went because memory ran short."""
+
+
 class OutOfMemoryError(NearkvError, MemoryError):
     """The device has no extent left that this tenant could own."""
 

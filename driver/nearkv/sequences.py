@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from heapq import heappop, heappush
 
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import CACHE_MAGIC, ENTRIES_PER_LINE, LAYOUT_VERSION, RowLayout, table_bytes
@@ -16,6 +17,7 @@ from .errors import (
     ArgumentError,
     ClosedError,
     DtypeError,
+    EvictedError,
     OutOfMemoryError,
     ShapeError,
     UnknownHandleError,
@@ -35,18 +37,28 @@ class Sequence:
     Members
     -------
     slot : its place in the cache's directory on the device.
+    priority : None for one that stays; others may go when memory runs short, the lowest number first.
+    used : when it was used last, in calls of its cache.
     """
 
-    __slots__ = ("__weakref__", "_owner", "_tables", "slot")
+    __slots__ = ("__weakref__", "_evicted", "_owner", "_tables", "priority", "slot", "used")
 
     def __init__(self, owner: Sequences, slot: int, tables: list[PageTable]) -> None:
         self._owner = owner
         self._tables: list[PageTable] | None = tables
+        self._evicted = False
         self.slot = slot
+        self.priority: int | None = None
+        self.used = 0
+
+    @property
+    def evicted(self) -> bool:
+        """Whether it went because memory ran short."""
+        return self._evicted
 
     def __repr__(self) -> str:
         if self._tables is None:
-            return f"<freed sequence {self.slot}>"
+            return f"<{'evicted' if self._evicted else 'freed'} sequence {self.slot}>"
         return f"<sequence {self.slot} with {max(table.committed for table in self._tables)} rows>"
 
 
@@ -96,6 +108,8 @@ class Sequences:
             "value_dim": layout.value_dim,
         }
         self._slots: list[Sequence | None] = [None] * _FIRST_SLOTS
+        self._free = list(range(_FIRST_SLOTS))
+        """A heap of free slots."""
         self.directory = Directory(tenant, _FIRST_SLOTS, layers)
         try:
             self._record = tenant.arena.take(LINE_BYTES)
@@ -110,18 +124,18 @@ class Sequences:
 
     def new(self) -> Sequence:
         """A new, empty sequence; OutOfMemoryError when there is no room for its tables."""
-        if None not in self._slots:
-            self._double()
-        slot = self._slots.index(None)
-        tables = self._new_tables(slot)
-        program: list[Operation] = []
-        for table in tables:
-            program.append(self._tenant.write(one(table.address), table.header(0)))
-            program.append(self._tenant.write(*table.entry_lines(0, table.entries)))
-        program += [Fence(), self.directory.put(slot, 0, [table.address for table in tables])]
-        self._tenant.run(program)
-        sequence = self._slots[slot] = Sequence(self, slot, tables)
-        return sequence
+        slot = self._free_slot()
+        return self._add(slot, self._new_tables(slot))
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A new sequence that has the pages of another one, too; OutOfMemoryError when there is no room for
+        its tables."""
+        of = self.tables(sequence)
+        slot = self._free_slot()
+        tables = self._new_tables(slot, of)
+        for table in of:
+            self._pages.share(table.addresses())
+        return self._add(slot, tables)
 
     def at(self, slot: int) -> Sequence:
         """The sequence in a slot; UnknownHandleError when there is none."""
@@ -136,10 +150,16 @@ class Sequences:
         tables = self.tables(sequence)
         self._tenant.run([self.directory.put(sequence.slot, 0, [0] * self._layers)])
         for table in tables:
-            self._pages.give(table.page_addresses(0, table.pages).reshape(-1))
-            self._tenant.arena.give(table.address, table.size_bytes)
+            self._tenant.retire(self._pages.give, table.addresses())
+            self._tenant.retire(self._tenant.arena.give, table.address, table.size_bytes)
         sequence._tables = None
         self._slots[sequence.slot] = None
+        heappush(self._free, sequence.slot)
+
+    def evict(self, sequence: Sequence) -> None:
+        """End a sequence as `free` does; its handle knows why."""
+        self.free(sequence)
+        sequence._evicted = True
 
     def close(self) -> None:
         """Free all sequences, the record and the directory."""
@@ -155,6 +175,11 @@ class Sequences:
             raise DtypeError(f"a sequence is what kv.sequence() returned, not {type(sequence).__name__}")
         if sequence._owner is not self:
             raise UnknownHandleError(f"{sequence!r} belongs to another cache")
+        if sequence._evicted:
+            raise EvictedError(
+                f"sequence {sequence.slot} went because memory ran short: it had a priority; append its rows "
+                "to a new one"
+            )
         if sequence._tables is None:
             raise ClosedError(f"sequence {sequence.slot} was freed")
         return sequence._tables
@@ -184,24 +209,49 @@ class Sequences:
         for sequence, table in zip(sequences, tables, strict=True):
             self.tables(sequence)[layer] = table
 
-    def _new_tables(self, slot: int) -> list[PageTable]:
+    def _free_slot(self) -> int:
+        """The lowest free slot, which `_add` takes."""
+        if not self._free:
+            self._double()
+        return self._free[0]
+
+    def _new_tables(self, slot: int, of: Many[PageTable] | None = None) -> list[PageTable]:
+        """A slot's tables, empty or with the content of others."""
         tables: list[PageTable] = []
         try:
             for layer in range(self._layers):
-                address = self._tenant.arena.take(table_bytes(self._kv_heads, _FIRST_ENTRIES))
-                place = {"layer": layer, "sequence": slot, "cache": self._record}
-                tables.append(PageTable(address, _FIRST_ENTRIES, heads=self._kv_heads, **place))
+                entries = _FIRST_ENTRIES if of is None else max(_FIRST_ENTRIES, of[layer].pages)
+                address = self._tenant.arena.take(table_bytes(self._kv_heads, entries))
+                if of is None:
+                    place = {"layer": layer, "sequence": slot, "cache": self._record}
+                    tables.append(PageTable(address, entries, heads=self._kv_heads, **place))
+                else:
+                    tables.append(of[layer].grown(address, entries, slot))
         except OutOfMemoryError:
             for table in tables:
                 self._tenant.arena.give(table.address, table.size_bytes)
             raise
         return tables
 
+    def _add(self, slot: int, tables: list[PageTable]) -> Sequence:
+        """Write tables, and then name them in the directory."""
+        program: list[Operation] = []
+        for table in tables:
+            program.append(self._tenant.write(one(table.address), table.header(table.committed)))
+            program.append(self._tenant.write(*table.entry_lines(0, table.entries)))
+        program += [Fence(), self.directory.put(slot, 0, [table.address for table in tables])]
+        self._tenant.run(program)
+        heappop(self._free)  # the lowest, which is this one
+        sequence = self._slots[slot] = Sequence(self, slot, tables)
+        return sequence
+
     def _double(self) -> None:
         """Twice the slots: a larger directory first, then the record that names it."""
         old, self.directory = self.directory, self.directory.larger()
         self._tenant.run([self.directory.write_all()])
         self._tenant.rewrite(self._record, self._record_values())
+        for slot in range(len(self._slots), self.directory.sequences):
+            heappush(self._free, slot)
         self._slots += [None] * len(self._slots)
         old.give()
 

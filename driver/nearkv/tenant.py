@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from nearkv_sim.port import Access, Addresses, Lines, Operation, Port, Read, Rea
 from .allocator import Arena, Extents, Pages
 from .codec import one, record_line
 from .errors import AccessError, DeviceError, OutOfMemoryError, VersionError
+from .memory_use import MemoryUse
 from .ring import CommandRing
 
 _PLAIN = Feature(0)
@@ -107,11 +109,39 @@ class Tenant:
             )
         return result.data
 
+    def retire(self, give: Callable[..., None], *what: Any) -> None:
+        """Give memory back that nothing names any more."""
+        give(*what)
+
     def pages(self, page_bytes: int) -> Pages:
         """The pages of one size."""
         if page_bytes not in self._pages:
             self._pages[page_bytes] = Pages(self.extents, page_bytes, self._load)
         return self._pages[page_bytes]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of pages in use, of all sizes."""
+        return sum(self._load)
+
+    def memory(self) -> MemoryUse:
+        """What the tenant's memory holds."""
+        extents, arena, kinds = self.extents, self.arena, self._pages.values()
+        free_pages = sum(pages.free_bytes for pages in kinds)
+        owned, free = extents.owned * EXTENT_BYTES, extents.free * EXTENT_BYTES
+        held = owned - free - free_pages - arena.free_bytes
+        return MemoryUse(
+            capacity_bytes=self.config.capacity_bytes,
+            owned_bytes=owned,
+            free_bytes=free,
+            page_bytes=self.page_bytes,
+            pages=sum(pages.used for pages in kinds),
+            shared_pages=sum(pages.shared for pages in kinds),
+            free_page_bytes=free_pages,
+            other_bytes=held - self.page_bytes,
+            free_other_bytes=arena.free_bytes,
+            largest_free_run_bytes=arena.largest_free_bytes,
+        )
 
     def staging(self, name: str, size_bytes: int) -> int:
         """The address of an area that every batch uses anew; it grows when a batch needs more."""

@@ -12,7 +12,7 @@ from .formats import OutputForm
 from .lines import LINE_BITS, LINE_BYTES, lines_of
 from .rows import Stored
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 ENTRY_BYTES = 8
 ENTRIES_PER_LINE = LINE_BYTES // ENTRY_BYTES
@@ -42,8 +42,11 @@ TABLE = Layout(
     Field("reserved_layer", 16),
     Field("sequence", 32, "the sequence's slot in the directory"),
     Field("cache", 64, "device address of the cache record"),
+    Field("released_begin", 32, "first row that nobody sees any more"),
+    Field("released_end", 32, "first row after those; pages that lie between the two have no entries"),
 )
-"""One table per sequence and layer: this line, then each head's entries. One write commits rows."""
+"""One table per sequence and layer: this line, then each head's entries. One write commits rows. Tables may
+name the same page, which is written by none of them then."""
 
 CACHE_MAGIC = int.from_bytes(b"NKKV", "little")
 CACHE = Layout(
@@ -68,7 +71,11 @@ CACHE = Layout(
     Field("v_scale", 3, "likewise"),
     Field("k_block", 3, "likewise"),
     Field("v_block", 3, "likewise"),
-    Field("reserved_sequences", 20),
+    Field("k_rule", 2, "how numbers become codes of K: `RULES`"),
+    Field("v_rule", 2, "likewise of V"),
+    Field("k_head_scale", 1, "K has a scale of each head"),
+    Field("v_head_scale", 1, "likewise V"),
+    Field("reserved_sequences", 14),
     Field(
         "directory",
         64,
@@ -80,6 +87,8 @@ CACHE = Layout(
         "codebooks", 64, "device address of layers * kv_heads lines of codebooks, as jobs have them, or zero"
     ),
 )
+RULES = ("nearest", "q8_0", "q4_0")
+"""How numbers become codes, by number: names of `nearkv.quantise.formats.Rule`."""
 HEAD_SCALE = Layout(
     "scales of a head",
     64,
