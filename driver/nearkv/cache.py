@@ -25,7 +25,6 @@ from .errors import (
     ClosedError,
     DeviceError,
     DtypeError,
-    NearkvError,
     OutOfMemoryError,
 )
 from .eviction import Evictor, Watermark, least_important
@@ -34,6 +33,7 @@ from .jobs import Jobs
 from .memory_use import CacheUse
 from .quantise.formats import CacheFormat
 from .quantise.rows import Quantised
+from .recovery import FoundCache
 from .reference import Partial
 from .rows import Context, RowReader, Rows
 from .sequences import Sequence, Sequences
@@ -75,6 +75,7 @@ class KVCache:
         layout: RowLayout,
         form: CacheFormat,
         heads: GivenHeads,
+        found: FoundCache | None = None,
     ) -> None:
         layers, kv_heads = heads.layers, heads.kv_heads
         self.layers = layers
@@ -87,7 +88,8 @@ class KVCache:
         self._tenant = tenant
         self._layout = layout
         self._totals = totals
-        self._heads = HeadTables(tenant, heads)
+        at = None if found is None else (found.fields["head_scales"], found.fields["codebooks"])
+        self._heads = HeadTables(tenant, heads, at)
         self._coder = Coder(form, kv_heads, layout.head_dim, layout.value_dim, self._heads)
         self._jobs = Jobs(tenant, layout, self._heads, kv_heads, totals)
         self._reader = RowReader(tenant, layout)
@@ -100,8 +102,12 @@ class KVCache:
             layout,
             layers=layers,
             kv_heads=kv_heads,
+            form=form,
             tables={"head_scales": self._heads.head_scales, "codebooks": self._heads.codebooks},
+            found=found,
         )
+        if found is not None:
+            self._cuts.summarise(found.tables)
         self._evictor = Evictor(self._sequences, lambda: tenant.page_bytes)
         self._closed = False
 
@@ -213,6 +219,11 @@ class KVCache:
             evicted=self._evictor.evicted,
         )
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences that there are, by slot."""
+        return list(self._open_sequences())
+
     def sequence_at(self, slot: int) -> Sequence:
         """The sequence in a slot of the directory.
 
@@ -294,17 +305,10 @@ class KVCache:
         OutOfMemoryError, AccessError : when there is no room for the page tables, or a line is poisoned;
             there is no new sequence then.
         """
-        known = self._open_sequences()
+        tables = self._open_sequences().tables(sequence)
         if rows is not None:
-            whole_number("rows", rows, 0, max(table.committed for table in known.tables(sequence)))
-        copy = self._fork(sequence, [sequence])
-        if rows is not None:
-            try:
-                self.crop(copy, rows)
-            except NearkvError:
-                self.free(copy)
-                raise
-        return copy
+            self._cuts.check(tables, rows)
+        return self._fork(sequence, [sequence], rows)
 
     def select(self, sequences: Many[Sequence], indices: Many[int]) -> list[Sequence]:
         """The sequences at these places of a list, as a beam search chooses among its beams.
@@ -622,12 +626,18 @@ class KVCache:
             raise ClosedError("the KV cache is closed; make another one with kv_cache()")
         return self._sequences
 
-    def _fork(self, sequence: Sequence, keep: Many[Sequence]) -> Sequence:
+    def _fork(self, sequence: Sequence, keep: Many[Sequence], rows: int | None = None) -> Sequence:
         """A fork, which is as important as what it was made from."""
         known = self._open_sequences()
-        copy = self._evictor.with_room(lambda: known.fork(sequence), keep)
+        copy = self._evictor.with_room(lambda: known.fork(sequence, rows), keep)
         copy.priority = sequence.priority
         self._evictor.touch([copy])
+        if rows is not None:
+            try:
+                self._cuts.summarise(known.tables(copy))
+            except (OutOfMemoryError, AccessError):
+                known.free(copy)
+                raise
         return copy
 
     def _start(self, tables: list[PageTable], sequences: Many[Sequence], rows: int) -> Appending:

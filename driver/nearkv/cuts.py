@@ -42,15 +42,8 @@ class Cuts:
         ArgumentError : when `rows` is more than any of the tables has, or among rows that were released.
         OutOfMemoryError, AccessError : when a summary has to be written anew on a page that others have, too.
         """
-        whole_number("rows", rows, 0, max(table.committed for table in tables))
+        self.check(tables, rows)
         cut = [table for table in tables if table.committed > rows]
-        for table in cut:
-            begin, end = table.released
-            if begin < rows < end:
-                raise ArgumentError(
-                    f"rows={rows}: rows {begin} to {end} of layer {table.layer} were released; keep {end} "
-                    f"rows or more, or {begin} or fewer"
-                )
         if not cut:
             return
         own = self._writer.own_last_pages(cut, rows)
@@ -60,24 +53,51 @@ class Cuts:
         program = self._writer.summarise_again(cut, rows, self._reader)
         program.append(Fence())
         for table in cut:
-            released = (0, 0) if rows <= table.released[0] else table.released
-            program.append(self._tenant.write(one(table.address), table.header(rows, released)))
+            header = table.header(rows, table.released_of(rows))
+            program.append(self._tenant.write(one(table.address), header))
         program += [Fence(), *own.entries()]
-        kept = -(-rows // self._page_rows)
         dropped: list[Addresses] = []
         for table in cut:
-            pages, table.committed = table.pages, rows
-            if rows <= table.released[0]:
-                table.released = 0, 0
-            if pages > kept:
-                before = table.addresses_of(kept, pages)
-                dropped.append(before)
-                table.drop(kept)
-                program.append(self._tenant.write(*table.entry_lines(kept, pages)))
+            pages = table.pages
+            dropped.append(table.cut(rows, self._page_rows))
+            if table.pages < pages:
+                program.append(self._tenant.write(*table.entry_lines(table.pages, pages)))
         self._tenant.run(program)
         own.done()
         for page_addresses in dropped:
             self._tenant.retire(self._pages.give, page_addresses)
+
+    def check(self, tables: Many[PageTable], rows: int) -> None:
+        """ArgumentError as `crop` has it."""
+        whole_number("rows", rows, 0, max(table.committed for table in tables))
+        for table in tables:
+            begin, end = table.released
+            if begin < rows < min(end, table.committed):
+                raise ArgumentError(
+                    f"rows={rows}: rows {begin} to {end} of layer {table.layer} were released; keep {end} "
+                    f"rows or more, or {begin} or fewer"
+                )
+
+    def summarise(self, tables: Many[PageTable]) -> None:
+        """Write the summaries of last pages that are not full anew: nobody knows how far they came.
+
+        A page that several tables have, with different rows of it, becomes each one's own.
+
+        Raises
+        ------
+        OutOfMemoryError, AccessError : as `crop` has them.
+        """
+        for table in tables:
+            rows = table.committed
+            if not rows % self._page_rows:
+                continue
+            own = self._writer.own_last_pages([table], rows)
+            if own:
+                self._tenant.run(own.writes())
+            program = self._writer.summarise_again([table], rows, self._reader)
+            if program:
+                self._tenant.run([*program, Fence(), *own.entries()])
+            own.done()
 
     def release(self, tables: Many[PageTable], begin: int, end: int) -> None:
         """Take rows `begin` to `end` out of sight for good; pages that lie between are free.

@@ -175,6 +175,36 @@ class Device:
         self._caches.append(cache)
         return cache
 
+    def attach(self, tenant: int = 0) -> list[KVCache]:
+        """The caches that an earlier session of a tenant left on the device, the newest first.
+
+        Each sequence (`KVCache.sequences`) is there in its slot, with the rows that were committed. What that
+        session had begun and not finished never was, and memory that nothing names is free. It must have
+        ended: nobody else may use the tenant's memory from here on.
+
+        Raises
+        ------
+        UnknownHandleError : for a tenant that the device has not.
+        VersionError : when records are of another version.
+        ProtocolError : for what no driver leaves behind.
+        AccessError : when a line is poisoned.
+
+        Examples
+        --------
+        >>> import nearkv
+        >>> dev = nearkv.open("model")
+        >>> dev.attach()
+        []
+        >>> dev.close()
+        """
+        self._check_open()
+        of = self._tenant(tenant)
+        found = of.earlier()
+        of.adopt(found)
+        caches = [KVCache(of, self._totals, one.layout, one.form, one.heads, found=one) for one in found]
+        self._caches += caches
+        return caches
+
     def stats(self) -> Stats:
         """What the device and its channels counted since reset, and what attention took; see `Stats`."""
         self._check_open()

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 from nearkv_hw.abi.lines import LINE_BYTES, lines_of
-from nearkv_sim.port import Write
+from nearkv_sim.port import Addresses, Write
 
 from .codec import span
 from .table import PageTable
@@ -24,19 +24,26 @@ class Directory:
     tenant : in whose memory it lies.
     sequences : slots.
     layers : tables of a slot.
+    at : where it lies already, and what it holds there; by default it is made.
 
     Raises
     ------
     OutOfMemoryError : when there is no room for it.
     """
 
-    def __init__(self, tenant: Tenant, sequences: int, layers: int) -> None:
+    def __init__(
+        self, tenant: Tenant, sequences: int, layers: int, at: tuple[int, Addresses] | None = None
+    ) -> None:
         self.sequences = sequences
         self.layers = layers
         self._tenant = tenant
         self._lines = lines_of(sequences * layers * _ADDRESS_BYTES)
         self._tables = np.zeros(self._lines * _PER_LINE, np.uint64)
-        self.address = tenant.arena.take(self._lines * LINE_BYTES)
+        if at is not None:
+            self.address, held = at
+            self._tables[: len(held)] = held
+        else:
+            self.address = tenant.arena.take(self._lines * LINE_BYTES)
 
     def put(self, slot: int, layer: int, addresses: Many[int]) -> Write:
         """Set the tables of a slot from `layer` on; returns the operation that does so on the device."""

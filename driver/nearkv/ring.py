@@ -93,6 +93,23 @@ class CommandRing:
         self.posted = RING.unpack(result.data[0].tobytes())["tail"]
         self._unfinished = False
 
+    def settle(self) -> None:
+        """Wait until all that was posted is complete, whoever posted it.
+
+        Raises
+        ------
+        DeviceTimeoutError : when the device neither answers nor works on anything.
+        """
+        if not self.posted:
+            return
+        try:
+            self._wait_on([self._poll(self.posted - 1, _TIMEOUT_CYCLES)])
+        except DeviceTimeout as error:
+            raise DeviceTimeoutError(
+                f"what an earlier session of tenant {self._aperture} posted is not complete, and the device "
+                f"does nothing any more ({error}); close the device and open it again"
+            ) from error
+
     def run(
         self,
         descriptors: npt.NDArray[np.uint8],
@@ -175,12 +192,7 @@ class CommandRing:
             Write(self._doorbell, self._doorbell_line(last + 1)),
         ]
         wait = [
-            Poll(
-                completion_address(self._config, self._aperture, last),
-                mask=1 << COMPLETION.offset("phase"),
-                value=completion_phase(self._config, last) << COMPLETION.offset("phase"),
-                timeout_cycles=timeout,
-            ),
+            self._poll(last, timeout),
             Read(self._counters),
             Read(self._completions + slot * np.uint64(COMPLETION_BYTES)),
             *after,
@@ -195,11 +207,20 @@ class CommandRing:
         done, records, *others = results
         return _Chunk(_cycles_of(done) - rung, records.data), others
 
+    def _poll(self, index: int, timeout: int) -> Poll:
+        """Wait for the completion record of a descriptor."""
+        return Poll(
+            completion_address(self._config, self._aperture, index),
+            mask=1 << COMPLETION.offset("phase"),
+            value=completion_phase(self._config, index) << COMPLETION.offset("phase"),
+            timeout_cycles=timeout,
+        )
+
     def _second_lines(self, slot: npt.NDArray[np.uint64], extensions: npt.NDArray[np.uint8]) -> Write:
         places = self._descriptors + slot * np.uint64(DESCRIPTOR_BYTES) + np.uint64(LINE_BYTES)
         return Write(places, extensions)
 
-    def _wait_on(self, wait: list[Operation]) -> list[ReadResult]:
+    def _wait_on(self, wait: Sequence[Operation]) -> list[ReadResult]:
         """Wait for a batch that is late, as long as the device makes progress on anybody's work."""
         seen = self._progress()
         while True:

@@ -7,7 +7,14 @@ from collections.abc import Sequence as Many
 from heapq import heappop, heappush
 
 from nearkv_hw.abi.lines import LINE_BYTES
-from nearkv_hw.abi.memory import CACHE_MAGIC, ENTRIES_PER_LINE, LAYOUT_VERSION, RowLayout, table_bytes
+from nearkv_hw.abi.memory import (
+    CACHE_MAGIC,
+    ENTRIES_PER_LINE,
+    LAYOUT_VERSION,
+    RULES,
+    RowLayout,
+    table_bytes,
+)
 from nearkv_sim.port import Fence, Operation
 
 from .allocator import Pages
@@ -22,6 +29,8 @@ from .errors import (
     ShapeError,
     UnknownHandleError,
 )
+from .quantise.formats import CacheFormat
+from .recovery import FoundCache
 from .table import PageTable
 from .tenant import Tenant
 
@@ -71,7 +80,9 @@ class Sequences:
     pages : where sequences' pages come from.
     layout : of their rows.
     layers, kv_heads : tables of a sequence, and heads of a table.
+    form : how numbers become rows.
     tables : device addresses of what heads have in common, as the cache record names them.
+    found : the cache as an earlier session left it; by default an empty one is made.
 
     Members
     -------
@@ -90,17 +101,21 @@ class Sequences:
         *,
         layers: int,
         kv_heads: int,
+        form: CacheFormat,
         tables: dict[str, int],
+        found: FoundCache | None = None,
     ) -> None:
         self._tenant = tenant
         self._pages = pages
         self._layers = layers
+        self._page_rows = layout.page_rows
         self._kv_heads = kv_heads
         self._geometry = {
             "magic": CACHE_MAGIC,
             "version": LAYOUT_VERSION,
             **_storage(layout),
             **tables,
+            **_rules(form),
             "page_rows_log2": layout.page_rows.bit_length() - 1,
             "layers": layers,
             "kv_heads": kv_heads,
@@ -110,6 +125,9 @@ class Sequences:
         self._slots: list[Sequence | None] = [None] * _FIRST_SLOTS
         self._free = list(range(_FIRST_SLOTS))
         """A heap of free slots."""
+        if found is not None:
+            self._take_over(found)
+            return
         self.directory = Directory(tenant, _FIRST_SLOTS, layers)
         try:
             self._record = tenant.arena.take(LINE_BYTES)
@@ -119,6 +137,24 @@ class Sequences:
         tenant.run([self.directory.write_all()])
         tenant.link(self._record, self._record_values())
 
+    def _take_over(self, found: FoundCache) -> None:
+        """What an earlier session left is this one's, and what it left undone is undone."""
+        self._record = found.address
+        self._slots = [
+            None if tables is None else Sequence(self, slot, tables)
+            for slot, tables in enumerate(found.slots)
+        ]
+        self._free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
+        at = found.fields["directory"], found.directory
+        self.directory = Directory(self._tenant, len(found.slots), self._layers, at)
+        program: list[Operation] = [
+            self._tenant.write(*table.entry_lines(0, table.entries)) for table in found.stale
+        ]
+        if found.unclean:
+            program.append(self.directory.write_all())
+        if program:
+            self._tenant.run(program)
+
     def __iter__(self) -> Iterator[Sequence]:
         return iter([sequence for sequence in self._slots if sequence is not None])
 
@@ -127,13 +163,15 @@ class Sequences:
         slot = self._free_slot()
         return self._add(slot, self._new_tables(slot))
 
-    def fork(self, sequence: Sequence) -> Sequence:
-        """A new sequence that has the pages of another one, too; OutOfMemoryError when there is no room for
-        its tables."""
+    def fork(self, sequence: Sequence, rows: int | None = None) -> Sequence:
+        """A new sequence that has the pages of another one, too, or those of its first rows;
+        OutOfMemoryError when there is no room for its tables."""
         of = self.tables(sequence)
         slot = self._free_slot()
         tables = self._new_tables(slot, of)
-        for table in of:
+        for table in tables:
+            if rows is not None:
+                table.cut(rows, self._page_rows)
             self._pages.share(table.addresses())
         return self._add(slot, tables)
 
@@ -261,6 +299,13 @@ class Sequences:
             "sequences": self.directory.sequences,
             "directory": self.directory.address,
         }
+
+
+def _rules(form: CacheFormat) -> dict[str, int]:
+    """How numbers become rows, as the cache record says it."""
+    parts = {"k": form.k, "v": form.v}
+    rules = {f"{part}_rule": RULES.index(row.rule.value) for part, row in parts.items() if row}
+    return rules | {f"{part}_head_scale": int(row.head_scale) for part, row in parts.items() if row}
 
 
 def _storage(layout: RowLayout) -> dict[str, int]:

@@ -148,6 +148,20 @@ class PageTable:
         self._entries[:, page:] = 0
         self.pages = min(self.pages, page)
 
+    def cut(self, rows: int, page_rows: int) -> Addresses:
+        """Keep the first `rows` rows, if there are more; returns the addresses of the pages that go."""
+        if rows >= self.committed:
+            return np.empty(0, np.uint64)
+        kept = -(-rows // page_rows)
+        gone = self.addresses_of(kept, self.pages)
+        self.drop(kept)
+        self.committed, self.released = rows, self.released_of(rows)
+        return gone
+
+    def released_of(self, rows: int) -> tuple[int, int]:
+        """The rows that are released once there are so many rows."""
+        return (0, 0) if rows <= self.released[0] else self.released
+
     def forget(self, begin: int, end: int) -> None:
         """Forget pages `begin` to `end`, which lie among others."""
         self._entries[:, begin:end] = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,12 @@ from nearkv_sim.port import Access, Addresses, Lines, Operation, Port, Read, Rea
 
 from .allocator import Arena, Extents, Pages
 from .codec import one, record_line
-from .errors import AccessError, DeviceError, OutOfMemoryError, VersionError
+from .errors import AccessError, DeviceError, OutOfMemoryError, ProtocolError, VersionError
 from .memory_use import MemoryUse
 from .ring import CommandRing
+
+if TYPE_CHECKING:
+    from .recovery import FoundCache
 
 _PLAIN = Feature(0)
 
@@ -63,6 +66,8 @@ class Tenant:
         self.arena = Arena(self.extents)
         self._chain: list[int] = []
         """Addresses of this driver's cache records, in the order in which the root leads to them."""
+        self._owned = frozenset(owned)
+        self._adopted = False
         if owned:
             self._root = owned[0] * EXTENT_BYTES
             self._earlier = self._attach()
@@ -189,6 +194,37 @@ class Tenant:
         self._chain.insert(0, record)
         self.rewrite(record, values)
         self._write_root(record)
+
+    def earlier(self) -> list[FoundCache]:
+        """The caches that an earlier session left and that nobody took over.
+
+        Raises
+        ------
+        VersionError, ProtocolError, AccessError : as `find_caches` has them.
+        """
+        from .recovery import find_caches  # late: it needs tenants
+
+        return find_caches(self, self._earlier)
+
+    def adopt(self, caches: Sequence[FoundCache]) -> None:
+        """Take over the earlier session's memory: what its caches have is in use, and all else is free."""
+        if self._adopted:
+            return
+        self.ring.settle()
+        runs = [run for cache in caches for run in cache.runs()]
+        used = self.arena.adopt([(self._root, LINE_BYTES), *runs] if self._owned else runs)
+        sizes: dict[int, list[Addresses]] = {}
+        for cache in caches:
+            sizes.setdefault(cache.layout.page_bytes, []).append(cache.pages())
+        for page_bytes, pages in sizes.items():
+            extents = self.pages(page_bytes).adopt(np.concatenate(pages))
+            if extents & used:
+                raise ProtocolError(f"extents {sorted(extents & used)} hold pages and something else")
+            used |= extents
+        self.extents.adopt(self._owned, used)
+        self._chain += [cache.address for cache in caches]
+        self._earlier = 0
+        self._adopted = True
 
     def rewrite(self, record: int, values: dict[str, int]) -> None:
         """Write a cache record anew, where it is in the chain."""

@@ -1,4 +1,4 @@
-"""Pages that sequences share, give back and run out of: forks, beams, windows, eviction, and their figures."""
+"""Pages that sequences share, give back and run out of: forks, beams, windows, eviction, and figures."""
 
 import nearkv
 import numpy as np
