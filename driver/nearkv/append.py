@@ -257,6 +257,8 @@ class RowWriter:
     def start(self, directory: Directory, tables: Many[PageTable], rows: int) -> Appending:
         """Take what so many rows in each table need; OutOfMemoryError or ArgumentError as `Appending` has
         them."""
+        if self._summaries is not None:
+            self._tenant.settle(tables)  # a job that selects pages reads their summaries
         return Appending(self._tenant, self._pages, self._layout, self._addresses, directory, tables, rows)
 
     def program(self, appending: Appending, coded: Coded, layer: int) -> list[Operation]:

@@ -190,19 +190,21 @@ class Call:
 
     def on_device(self, jobs: Jobs, tables: npt.NDArray[np.uint64], before: Many[Operation] = ()) -> Answer:
         """Run the call, which is `on_units`, on the page tables at these addresses."""
+        return self.answer(jobs.run(self.batch(tables), before))
+
+    def batch(self, tables: npt.NDArray[np.uint64]) -> Batch:
+        """The call, which is `on_units`, on the page tables at these addresses, as jobs."""
         assert self._sight is not None
         held = self._held
         q = self._q.unsqueeze(1) if self._q.dim() == 3 else self._q
         if self._split:
             q, tables = q.flatten(0, 1).unsqueeze(1), tables.repeat(self._query_rows)
-        v_scale = None if self._partial else held.v_scale
-        scaled = v_scale is not None and Feature.OUTPUT_SCALE in held.features
+        v_scale, wide = self._scale_of_results()
         bits = [0] * held.kv_heads
-        if scaled and v_scale is not None:
+        if v_scale is not None and not wide:
             bits = [float32_bits(factor) for factor in v_scale.tolist()]
-        wide = v_scale is not None and not scaled
         dtype = torch.float32 if wide else self._out_dtype
-        batch = Batch(
+        return Batch(
             q=q,
             layer=held.layer,
             tables=tables,
@@ -215,7 +217,17 @@ class Call:
             denominators=self._partial or self._return_lse,
             sight=self._sight,
         )
-        finished = jobs.run(batch, before)
+
+    def _scale_of_results(self) -> tuple[torch.Tensor | None, bool]:
+        """V's scale per head where results have it, and whether the host has to bring it in."""
+        v_scale = None if self._partial else self._held.v_scale
+        return v_scale, v_scale is not None and Feature.OUTPUT_SCALE not in self._held.features
+
+    def answer(self, finished: Finished) -> Answer:
+        """What the call returns, from what its jobs came to."""
+        held = self._held
+        v_scale, wide = self._scale_of_results()
+        dtype = torch.float32 if wide else self._out_dtype
         pages = self._pages_of(finished)
         if self._partial:
             partial = self._shaped_partial(partial_of(finished, held.value_dim))

@@ -46,6 +46,7 @@ class Cuts:
         cut = [table for table in tables if table.committed > rows]
         if not cut:
             return
+        self._tenant.settle(cut)
         own = self._writer.own_last_pages(cut, rows)
         if own:
             self._tenant.run(own.writes())
@@ -91,6 +92,7 @@ class Cuts:
             rows = table.committed
             if not rows % self._page_rows:
                 continue
+            self._tenant.settle([table])
             own = self._writer.own_last_pages([table], rows)
             if own:
                 self._tenant.run(own.writes())
@@ -122,6 +124,7 @@ class Cuts:
             for table, released in zip(tables, wanted, strict=True)
             if released != table.released and released[0] < released[1]
         ]
+        self._tenant.settle(table for table, _ in changed)
         program: list[Operation] = [
             self._tenant.write(one(table.address), table.header(table.committed, released))
             for table, released in changed

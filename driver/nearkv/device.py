@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from .formats import Blocks, Dtype, Pair, chosen_format, needs_of
 from .heads import GivenHeads
 from .memory_use import MemoryUse
 from .stats import AttentionTotals, Stats, read_stats
+from .streams import Stream
 from .tenant import Tenant
 
 TraceSummary = dict[str, Any]
@@ -93,6 +95,7 @@ class Device:
         self._tenants: dict[int, Tenant] = {}
         self._caches: list[KVCache] = []
         self._totals = AttentionTotals()
+        self._streams: WeakSet[Stream] = WeakSet()
         self._closed = False
 
     def kv_cache(
@@ -208,7 +211,26 @@ class Device:
     def stats(self) -> Stats:
         """What the device and its channels counted since reset, and what attention took; see `Stats`."""
         self._check_open()
+        self._flush()
         return read_stats(self._port, self.config, self._totals)
+
+    def stream(self, depth: int = 8) -> Stream:
+        """A stream for `KVCache.attend_async` and `append_async`.
+
+        Parameters
+        ----------
+        depth : calls under way at most; another one waits for the oldest.
+        """
+        self._check_open()
+        stream = Stream(depth, self._flush)
+        self._streams.add(stream)
+        return stream
+
+    def synchronize(self) -> None:
+        """Wait for all calls that are under way, in any stream, and until appended rows are committed."""
+        self._check_open()
+        for stream in self._all_streams():
+            stream.synchronize()
 
     def memory(self, tenant: int = 0) -> MemoryUse:
         """What a tenant's memory holds, as this driver has placed it."""
@@ -288,6 +310,8 @@ class Device:
             return
         self._closed = True
         try:
+            for stream in self._all_streams():
+                stream.abandon()
             for cache in self._caches:
                 cache.abandon()
         finally:
@@ -306,6 +330,14 @@ class Device:
             "closed" if self._closed else f"{self.config.channels} channels, {self.config.queries} queries"
         )
         return f"<{self.kind} device {self.config.name}, {state}>"
+
+    def _all_streams(self) -> list[Stream]:
+        return [*self._streams, *(tenant.stream for tenant in self._tenants.values())]
+
+    def _flush(self) -> None:
+        """Send the writes that wait."""
+        for tenant in self._tenants.values():
+            tenant.flush()
 
     def _check_open(self) -> None:
         if self._closed:

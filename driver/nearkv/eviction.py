@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from .arguments import whole_number
 from .errors import ArgumentError, OutOfMemoryError
 from .sequences import Sequence, Sequences
+from .tenant import Tenant
 
 Made = TypeVar("Made")
 
@@ -51,8 +52,7 @@ class Evictor:
 
     Parameters
     ----------
-    sequences : of the cache.
-    used_bytes : how many bytes of pages the tenant has.
+    tenant, sequences : of the cache.
 
     Members
     -------
@@ -60,11 +60,11 @@ class Evictor:
     evicted : how many went.
     """
 
-    def __init__(self, sequences: Sequences, used_bytes: Callable[[], int]) -> None:
+    def __init__(self, tenant: Tenant, sequences: Sequences) -> None:
         self.watermark = Watermark()
         self.evicted = 0
         self._sequences = sequences
-        self._used_bytes = used_bytes
+        self._tenant = tenant
         self._clock = 0
 
     def touch(self, sequences: Many[Sequence]) -> None:
@@ -81,11 +81,11 @@ class Evictor:
         keep : sequences that stay.
         """
         mark = self.watermark
-        if mark.high_bytes is None or self._used_bytes() + size_bytes <= mark.high_bytes:
+        if mark.high_bytes is None or self._tenant.page_bytes + size_bytes <= mark.high_bytes:
             return
         low = mark.high_bytes if mark.low_bytes is None else mark.low_bytes
         for sequence in self._candidates(keep):
-            if self._used_bytes() + size_bytes <= low:
+            if self._tenant.page_bytes + size_bytes <= low:
                 return
             self._evict(sequence)
 
@@ -99,7 +99,7 @@ class Evictor:
         candidates = None
         while True:
             try:
-                return make()
+                return self._tenant.with_memory(make)
             except OutOfMemoryError:
                 candidates = iter(self._candidates(keep)) if candidates is None else candidates
                 sequence = next(candidates, None)

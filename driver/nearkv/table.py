@@ -45,6 +45,7 @@ class PageTable:
     released : (begin, end) of the rows that were released: nobody sees them, pages between the two are gone.
     extremes : least and largest K of the last page where it is not full, in caches that keep summaries.
     next_extremes : the same once rows under way are committed.
+    jobs_end : number in the tenant's ring of the first descriptor after the last one that reads the table.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class PageTable:
         self.pages = 0
         self.committed = 0
         self.released = 0, 0
+        self.jobs_end = 0
         self.extremes: torch.Tensor | None = None
         self.next_extremes: torch.Tensor | None = None
         self.heads = heads
