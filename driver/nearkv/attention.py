@@ -216,6 +216,7 @@ class Call:
             form=OutputForm.PARTIAL if self._partial else FORMS[dtype],
             denominators=self._partial or self._return_lse,
             sight=self._sight,
+            parts=self._query_rows if self._split else 1,
         )
 
     def _scale_of_results(self) -> tuple[torch.Tensor | None, bool]:

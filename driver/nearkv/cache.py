@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import torch
-from nearkv_sim.port import Operation
+from nearkv_hw.abi import Status
+from nearkv_sim.port import Addresses, Operation
 
 from .append import Appending
 from .attention import Answer, Call, Held, Options, table_addresses
@@ -391,6 +393,12 @@ class KVCache(SequenceMemory):
         for table in tables:
             table.jobs_end = posted.ticket.end
         jobs = self._jobs
+        pages = [table.page_addresses(0, table.pages) for table in tables]
+
+        def finish() -> Answer:
+            with self._forgetting_poison(pages):
+                return call.answer(jobs.finish(posted))
+
         return stream.add(Pending(lambda: call.answer(jobs.finish(posted)), lambda: jobs.is_complete(posted)))
 
     def append_attend(
@@ -499,7 +507,8 @@ class KVCache(SequenceMemory):
     def _answer(self, call: Call, tables: list[PageTable], before: Many[Operation] = ()) -> Answer:
         """The device's answer, after `before`, or the host's where the device has none."""
         if call.on_units:
-            return call.on_device(self._jobs, table_addresses(tables), before)
+            with self._forgetting_poison(tables):
+                return call.on_device(self._jobs, table_addresses(tables), before)
 
         def fetch(wanted: list[Rows]) -> list[Context]:
             fetched = self._reader.fetch(list(zip(tables, wanted, strict=True)), before)
@@ -509,6 +518,18 @@ class KVCache(SequenceMemory):
             return fetched.contexts
 
         return call.on_host(fetch)
+
+    @contextmanager
+    def _forgetting_poison(self, pages: Many[PageTable] | Many[Addresses]) -> Iterator[None]:
+        """Prefixes that have a page whose content is lost are found no more."""
+        try:
+            yield
+        except DeviceError as error:
+            if error.status is Status.POISON and error.sequence is not None and len(self._prefixes):
+                own = pages[error.sequence]
+                known = own.page_addresses(0, own.pages) if isinstance(own, PageTable) else own
+                self._prefixes.forget_pages(set(known[:, error.detail : error.detail + 1].ravel().tolist()))
+            raise
 
     def _appended(self, appending: Appending, sequences: Many[Sequence], layer: int, coded: Coded) -> None:
         appending.done()

@@ -25,6 +25,7 @@ from .eviction import Evictor, Watermark, least_important
 from .heads import GivenHeads, HeadTables
 from .jobs import Jobs
 from .memory_use import CacheUse
+from .prefixes import Prefix, Prefixes
 from .quantise.formats import CacheFormat
 from .recovery import FoundCache
 from .rows import RowReader
@@ -89,7 +90,14 @@ class SequenceMemory:
         )
         if found is not None:
             self._cuts.summarise(found.tables)
-        self._evictor = Evictor(tenant, self._sequences)
+        self._prefixes = Prefixes(
+            tenant,
+            self._sequences,
+            parameters=repr((layers, kv_heads, form, layout)).encode(),
+            block_tokens=layout.page_rows,
+            found=() if found is None else found.prefixes,
+        )
+        self._evictor = Evictor(tenant, self._sequences, self._prefixes)
         self._closed = False
 
     # Life
@@ -118,6 +126,7 @@ class SequenceMemory:
         """Free all sequences and the cache's own memory. A second call does nothing."""
         if self._closed:
             return
+        self._prefixes.close()
         self._sequences.close()
         self._heads.give()
         self._closed = True
@@ -198,6 +207,10 @@ class SequenceMemory:
             table_bytes=sum(table.size_bytes for table in tables),
             host_bytes=sum(table.host_bytes for table in tables),
             evicted=self._evictor.evicted,
+            prefixes=len(self._prefixes),
+            prefix_hits=self._prefixes.hits,
+            prefix_misses=self._prefixes.misses,
+            prefixes_reclaimed=self._prefixes.reclaimed,
         )
 
     @property
@@ -324,6 +337,126 @@ class SequenceMemory:
                 known.free(sequence)
         return chosen
 
+    # Prefixes
+
+    def publish(self, sequence: Sequence, tokens: object, *, salt: bytes = b"") -> Prefix:
+        """Keep a sequence's first rows, those of these tokens, for sequences that begin alike.
+
+        Nothing is copied: the prefix has the sequence's pages, too, in every layer, and outlives it. It goes
+        when it is dropped, or when memory runs short (the one that was not used for longest first).
+
+        Parameters
+        ----------
+        tokens : their ids, a list or a tensor of integers; one for each row, from the first one on.
+        salt : what keeps prefixes apart that have the same tokens but other rows: the name of an adapter.
+            Those of other caches and tenants are apart anyhow.
+
+        Returns
+        -------
+        A handle; that of the prefix which is there already, where one has the same tokens and salt.
+
+        Raises
+        ------
+        ArgumentError : when some layer has not so many rows, or some were released.
+        DtypeError : for tokens that are no integers.
+        OutOfMemoryError : when there is no room for its page tables.
+
+        Examples
+        --------
+        >>> import nearkv, torch
+        >>> dev = nearkv.open("model")
+        >>> kv = dev.kv_cache(layers=1, kv_heads=1, head_dim=4, dtype="fp16")
+        >>> s = kv.sequence()
+        >>> kv.append(s, layer=0, k=torch.ones(3, 1, 4).half(), v=torch.ones(3, 1, 4).half())
+        >>> _ = kv.publish(s, [7, 8, 9])
+        >>> other, rows = kv.sequence_like([7, 8, 5, 6])
+        >>> rows, kv.length(other)
+        (2, 2)
+        >>> dev.close()
+        """
+        known = self._open_sequences()
+        known.tables(sequence)
+        published = self._evictor.with_room(
+            lambda: self._prefixes.publish(sequence, tokens, salt), [sequence]
+        )
+        try:
+            self._cuts.summarise(self._prefixes.tables_of(published))
+        except (OutOfMemoryError, AccessError):
+            self._prefixes.drop(published)
+            raise
+        return published
+
+    def find_prefix(self, tokens: object, *, salt: bytes = b"") -> tuple[Prefix | None, int]:
+        """The published prefix that begins with most of these tokens, and with how many of them.
+
+        Tokens are compared, not their hashes alone. (None, 0) where no prefix begins with the first.
+        Prefixes are found by blocks of `page_rows` tokens: one that differs within its first block,
+        and is not shorter than that, is passed over.
+        """
+        self._open_sequences()
+        return self._prefixes.find(tokens, salt)
+
+    def sequence_like(
+        self,
+        tokens: object,
+        *,
+        salt: bytes = b"",
+        most_rows: int | None = None,
+        priority: int | None = None,
+    ) -> tuple[Sequence, int]:
+        """A new sequence with the rows of the longest published prefix of these tokens; how many these are.
+
+        Parameters
+        ----------
+        tokens, salt : as `publish` has them.
+        most_rows : rows at most, `len(tokens) - 1` for a model that has to see the last token itself.
+        priority : as `sequence` has it.
+
+        Raises
+        ------
+        What `find_prefix` and `fork` raise.
+        """
+        prefix, rows = self.find_prefix(tokens, salt=salt)
+        if most_rows is not None:
+            rows = min(rows, whole_number("most_rows", most_rows, 0, 1 << 32))
+        if prefix is None or not rows:
+            return self.sequence(priority), 0
+        return self.fork_prefix(prefix, rows, priority=priority), rows
+
+    def fork_prefix(
+        self, prefix: Prefix, rows: int | None = None, *, priority: int | None = None
+    ) -> Sequence:
+        """A new sequence with the rows of a prefix, or the first `rows` of them.
+
+        Raises
+        ------
+        StalePrefixError : when the prefix is no longer there.
+        ArgumentError, OutOfMemoryError, AccessError : as `fork`.
+        """
+        known = self._open_sequences()
+        tables = self._prefixes.tables_of(prefix)
+        if rows is not None:
+            whole_number("rows", rows, 0, prefix.rows)
+        copy = self._evictor.with_room(lambda: known.fork(tables, rows), (), prefix)
+        copy.priority = priority
+        return self._made(copy, rows)
+
+    def drop_prefix(self, prefix: Prefix) -> None:
+        """Forget a prefix; its pages are free once no sequence has them.
+
+        Raises
+        ------
+        StalePrefixError : when it is no longer there.
+        """
+        self._open_sequences()
+        self._prefixes.drop(prefix)
+
+    @property
+    def prefixes(self) -> list[Prefix]:
+        """The prefixes that are published, the newest first."""
+        self._open_sequences()
+        return list(self._prefixes)
+
     # Below: parts of the above, and of `KVCache`
 
     def _open_sequences(self) -> Sequences:
@@ -334,8 +467,13 @@ class SequenceMemory:
     def _fork(self, sequence: Sequence, keep: Many[Sequence], rows: int | None = None) -> Sequence:
         """A fork, which is as important as what it was made from."""
         known = self._open_sequences()
-        copy = self._evictor.with_room(lambda: known.fork(sequence, rows), keep)
+        copy = self._evictor.with_room(lambda: known.fork(known.tables(sequence), rows), keep)
         copy.priority = sequence.priority
+        return self._made(copy, rows)
+
+    def _made(self, copy: Sequence, rows: int | None) -> Sequence:
+        """A fork of all or some rows, with a summary of its last page."""
+        known = self._open_sequences()
         self._evictor.touch([copy])
         if rows is not None:
             try:

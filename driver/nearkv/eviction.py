@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from .arguments import whole_number
 from .errors import ArgumentError, OutOfMemoryError
+from .prefixes import Prefix, Prefixes
 from .sequences import Sequence, Sequences
 from .tenant import Tenant
 
@@ -48,11 +49,12 @@ class Watermark:
 
 
 class Evictor:
-    """Ends sequences that have a priority when there are too many pages, or no memory.
+    """Ends what may go when there are too many pages, or no memory: prefixes first, the one not used for
+    longest, and then sequences that have a priority.
 
     Parameters
     ----------
-    tenant, sequences : of the cache.
+    tenant, sequences, prefixes : of the cache.
 
     Members
     -------
@@ -60,10 +62,11 @@ class Evictor:
     evicted : how many went.
     """
 
-    def __init__(self, tenant: Tenant, sequences: Sequences) -> None:
+    def __init__(self, tenant: Tenant, sequences: Sequences, prefixes: Prefixes) -> None:
         self.watermark = Watermark()
         self.evicted = 0
         self._sequences = sequences
+        self._prefixes = prefixes
         self._tenant = tenant
         self._clock = 0
 
@@ -84,13 +87,17 @@ class Evictor:
         if mark.high_bytes is None or self._tenant.page_bytes + size_bytes <= mark.high_bytes:
             return
         low = mark.high_bytes if mark.low_bytes is None else mark.low_bytes
+        while self._tenant.page_bytes + size_bytes > low and self._prefixes.reclaim():
+            pass
         for sequence in self._candidates(keep):
             if self._tenant.page_bytes + size_bytes <= low:
                 return
             self._evict(sequence)
 
-    def with_room(self, make: Callable[[], Made], keep: Collection[Sequence]) -> Made:
-        """What `make` returns; as long as it finds no memory a sequence goes.
+    def with_room(
+        self, make: Callable[[], Made], keep: Collection[Sequence], kept_prefix: Prefix | None = None
+    ) -> Made:
+        """What `make` returns; as long as it finds no memory a prefix or a sequence goes, but not these.
 
         Raises
         ------
@@ -101,6 +108,8 @@ class Evictor:
             try:
                 return self._tenant.with_memory(make)
             except OutOfMemoryError:
+                if self._prefixes.reclaim(kept_prefix):
+                    continue
                 candidates = iter(self._candidates(keep)) if candidates is None else candidates
                 sequence = next(candidates, None)
                 if sequence is None:

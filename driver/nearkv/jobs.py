@@ -99,6 +99,7 @@ class Batch:
     form : what the device writes.
     denominators : whether the denominators are wanted too.
     sight : who sees what.
+    parts : of each sequence that follow each other in the batch, each with a query row of its own.
     """
 
     q: torch.Tensor
@@ -112,6 +113,7 @@ class Batch:
     form: OutputForm
     denominators: bool
     sight: Sight
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ class Jobs:
         tenant, layout, selected = self._tenant, self._layout, posting.selected
         count, query_rows, q_heads = batch.q.shape[:3]
         self._totals.add(completions)
-        self._raise_failed(completions, posting.template)
+        self._raise_failed(completions, posting.template, batch.parts)
         self._totals.add_products(posting.rows * query_rows * q_heads, layout.head_dim, layout.value_dim)
         chosen = None
         if len(selected):
@@ -481,12 +483,13 @@ class Jobs:
             padded[:, index, :part] = by_head[:, index * MAX_GROUP : index * MAX_GROUP + part]
         return padded.view(np.uint8).reshape(self._kv_heads * len(parts), -1)
 
-    def _raise_failed(self, completions: Completions, template: Lines) -> None:
+    def _raise_failed(self, completions: Completions, template: Lines, parts: int) -> None:
         failed = completions.failed
         if not failed.size:
             return
         first = int(failed[0])
-        sequence, job = divmod(first, len(template))
+        part, job = divmod(first, len(template))
+        sequence = part // parts
         status, detail = Status(int(completions.status[first])), int(completions.detail[first])
         where = (
             f"sequence {sequence} of the batch, KV head {ATTEND.unpack(template[job].tobytes())['kv_head']}"
@@ -497,6 +500,7 @@ class Jobs:
             status=status,
             tag=int(completions.tag[first]),
             detail=detail,
+            sequence=sequence,
         )
 
 

@@ -58,6 +58,9 @@ class CacheUse:
     page_bytes, table_bytes : bytes of these pages, and of the page tables.
     host_bytes : that the driver keeps of them on the host.
     evicted : sequences that went for lack of memory.
+    prefixes : that are published; their page tables and pages are not counted above.
+    prefix_hits, prefix_misses : look-ups that found one, and that found none.
+    prefixes_reclaimed : that went for lack of memory.
     """
 
     sequences: int
@@ -67,6 +70,10 @@ class CacheUse:
     table_bytes: int
     host_bytes: int
     evicted: int
+    prefixes: int
+    prefix_hits: int
+    prefix_misses: int
+    prefixes_reclaimed: int
 
     def to_dict(self) -> dict[str, int]:
         """All of it as plain values."""

@@ -20,6 +20,9 @@ from nearkv_hw.abi.memory import (
     CACHE_MAGIC,
     ENTRY,
     LAYOUT_VERSION,
+    NO_SEQUENCE,
+    PREFIX,
+    PREFIX_MAGIC,
     RULES,
     TABLE,
     TABLE_MAGIC,
@@ -38,6 +41,27 @@ from .tenant import Tenant
 
 _VALID = np.uint64(1 << ENTRY.offset("valid"))
 _ADDRESS_BYTES = 8
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class FoundPrefix:
+    """A prefix as the device holds it.
+
+    Members
+    -------
+    address, generation, root : of its record.
+    tokens : its tokens.
+    tables : its page tables, one for each layer.
+    size_bytes : of the record.
+    """
+
+    address: int
+    generation: int
+    root: bytes
+    tokens: npt.NDArray[np.uint32]
+    tables: list[PageTable]
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,7 @@ class FoundCache:
     layout, form, heads : how it stores rows, and what their heads have in common.
     slots : sequences in the directory, by slot: their page tables, or None.
     directory : the directory's addresses, [slots * layers]; zero where a slot lacks a table.
+    prefixes : in the order of their chain.
     stale : tables whose entries on the device say more than they should.
     unclean : slots that lack some of their tables.
     """
@@ -62,13 +87,15 @@ class FoundCache:
     heads: GivenHeads
     slots: list[list[PageTable] | None]
     directory: npt.NDArray[np.uint64]
+    prefixes: list[FoundPrefix]
     stale: list[PageTable]
     unclean: list[int]
 
     @property
     def tables(self) -> list[PageTable]:
-        """All page tables."""
-        return [table for slot in self.slots if slot is not None for table in slot]
+        """All page tables, those of prefixes included."""
+        own = [table for slot in self.slots if slot is not None for table in slot]
+        return own + [table for prefix in self.prefixes for table in prefix.tables]
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """What the cache has besides pages: addresses and bytes."""
@@ -81,6 +108,8 @@ class FoundCache:
             yield fields["codebooks"], heads * LINE_BYTES
         for table in self.tables:
             yield table.address, table.size_bytes
+        for prefix in self.prefixes:
+            yield prefix.address, prefix.size_bytes
 
     def pages(self) -> npt.NDArray[np.uint64]:
         """The addresses of its pages, as often as a table names them."""
@@ -118,37 +147,67 @@ def _find(tenant: Tenant, address: int) -> FoundCache:
     addresses = lines.reshape(-1).view("<u8")[: slots * layers].astype(np.uint64).reshape(slots, layers)
     whole, empty = (addresses != 0).all(axis=1), (addresses == 0).all(axis=1)
     directory = np.where(whole[:, None], addresses, np.uint64(0))
-    tables, stale = _tables(tenant, fields, address, directory, layout)
+    used = np.flatnonzero(whole)
+    tables, stale = _tables(tenant, fields, address, directory[used].reshape(-1), used.tolist(), layout)
+    slots_found: list[list[PageTable] | None] = [None] * slots
+    for index, slot in enumerate(used.tolist()):
+        slots_found[slot] = tables[index * layers :][:layers]
+    prefixes, stale_too = _prefixes(tenant, fields, address, layout)
     return FoundCache(
         address=address,
         fields=fields,
         layout=layout,
         form=form,
         heads=_heads(tenant, fields, form),
-        slots=tables,
+        slots=slots_found,
         directory=directory.reshape(-1),
-        stale=stale,
+        prefixes=prefixes,
+        stale=stale + stale_too,
         unclean=np.flatnonzero(~whole & ~empty).tolist(),
     )
+
+
+def _prefixes(
+    tenant: Tenant, fields: dict[str, int], record: int, layout: RowLayout
+) -> tuple[list[FoundPrefix], list[PageTable]]:
+    """A cache's prefixes, and those of their tables whose entries say more than they should."""
+    found: list[FoundPrefix] = []
+    stale: list[PageTable] = []
+    address, layers = fields["prefixes"], fields["layers"]
+    while address:
+        values = PREFIX.unpack(tenant.read(one(address))[0].tobytes())
+        if (values["magic"], values["version"]) != (PREFIX_MAGIC, LAYOUT_VERSION):
+            raise VersionError(f"no prefix record of version {LAYOUT_VERSION} is at {address:#x}")
+        if address in {prefix.address for prefix in found}:
+            raise ProtocolError(f"the chain of prefix records comes back to {address:#x}")
+        table_lines, token_lines = lines_of(layers * _ADDRESS_BYTES), lines_of(values["rows"] * _TOKEN_BYTES)
+        lines = tenant.read(span(address + LINE_BYTES, table_lines + token_lines))
+        where = lines[:table_lines].reshape(-1).view("<u8")[:layers].astype(np.uint64)
+        tokens = lines[table_lines:].reshape(-1).view("<u4")[: values["rows"]].astype(np.uint32)
+        tables, more = _tables(tenant, fields, record, where, [NO_SEQUENCE], layout)
+        stale += more
+        root = values["root"].to_bytes(16, "little")
+        size = (1 + len(lines)) * LINE_BYTES
+        found.append(FoundPrefix(address, values["generation"], root, tokens, tables, size))
+        address = values["next"]
+    return found, stale
 
 
 def _tables(
     tenant: Tenant,
     fields: dict[str, int],
     record: int,
-    directory: npt.NDArray[np.uint64],
+    where: npt.NDArray[np.uint64],
+    slots: list[int],
     layout: RowLayout,
-) -> tuple[list[list[PageTable] | None], list[PageTable]]:
-    """The page tables of each slot, and those whose entries on the device say more than they should."""
-    slots: list[list[PageTable] | None] = [None] * len(directory)
-    used = np.flatnonzero(directory[:, 0])
-    where = directory[used].reshape(-1)
+) -> tuple[list[PageTable], list[PageTable]]:
+    """The page tables of some slots, and those whose entries on the device say more than they should."""
     if not len(where):
-        return slots, []
+        return [], []
     headers = [TABLE.unpack(line.tobytes()) for line in tenant.read(where)]
     for index, (address, header) in enumerate(zip(where.tolist(), headers, strict=True)):
-        place = divmod(index, fields["layers"])
-        _check(address, header, fields, record, slot=int(used[place[0]]), layer=place[1])
+        place, layer = divmod(index, fields["layers"])
+        _check(address, header, fields, record, slot=slots[place], layer=layer)
     sizes = [header["heads"] * table_entry_lines(header["entries"]) for header in headers]
     lines = tenant.read(
         np.concatenate(
@@ -164,9 +223,7 @@ def _tables(
         tables.append(table)
         if (kept != entries).any():
             stale.append(table)
-    for index, slot in enumerate(used.tolist()):
-        slots[slot] = tables[index * fields["layers"] :][: fields["layers"]]
-    return slots, stale
+    return tables, stale
 
 
 def _check(

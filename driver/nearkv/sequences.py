@@ -11,6 +11,7 @@ from nearkv_hw.abi.memory import (
     CACHE_MAGIC,
     ENTRIES_PER_LINE,
     LAYOUT_VERSION,
+    NO_SEQUENCE,
     RULES,
     RowLayout,
     table_bytes,
@@ -122,6 +123,7 @@ class Sequences:
             "head_dim": layout.head_dim,
             "value_dim": layout.value_dim,
         }
+        self._first_prefix = 0
         self._slots: list[Sequence | None] = [None] * _FIRST_SLOTS
         self._free = list(range(_FIRST_SLOTS))
         """A heap of free slots."""
@@ -140,6 +142,7 @@ class Sequences:
     def _take_over(self, found: FoundCache) -> None:
         """What an earlier session left is this one's, and what it left undone is undone."""
         self._record = found.address
+        self._first_prefix = found.fields["prefixes"]
         self._slots = [
             None if tables is None else Sequence(self, slot, tables)
             for slot, tables in enumerate(found.slots)
@@ -163,17 +166,46 @@ class Sequences:
         slot = self._free_slot()
         return self._add(slot, self._new_tables(slot))
 
-    def fork(self, sequence: Sequence, rows: int | None = None) -> Sequence:
-        """A new sequence that has the pages of another one, too, or those of its first rows;
+    def fork(self, of: list[PageTable], rows: int | None = None) -> Sequence:
+        """A new sequence that has the pages of some tables, too, or those of their first rows;
         OutOfMemoryError when there is no room for its tables."""
-        of = self.tables(sequence)
         slot = self._free_slot()
+        return self._add(slot, self._shared_tables(slot, of, rows))
+
+    def detached(self, sequence: Sequence, rows: int) -> list[PageTable]:
+        """Page tables of no sequence with the pages of a sequence's first rows, for `table_writes` to bring
+        to the device; OutOfMemoryError when there is no room for them."""
+        return self._shared_tables(NO_SEQUENCE, self.tables(sequence), rows)
+
+    def give_detached(self, tables: Many[PageTable]) -> None:
+        """Nothing names these tables any more."""
+        self._give_tables(tables)
+
+    def first_prefix(self, address: int) -> Operation:
+        """The operation that has the cache record name this prefix record."""
+        self._first_prefix = address
+        return self._tenant.record_write(self._record, self._record_values())
+
+    def table_writes(self, tables: Many[PageTable]) -> list[Operation]:
+        """The operations that write page tables as a whole."""
+        program: list[Operation] = []
+        for table in tables:
+            program.append(self._tenant.write(one(table.address), table.header(table.committed)))
+            program.append(self._tenant.write(*table.entry_lines(0, table.entries)))
+        return program
+
+    def _shared_tables(self, slot: int, of: list[PageTable], rows: int | None) -> list[PageTable]:
         tables = self._new_tables(slot, of)
         for table in tables:
             if rows is not None:
                 table.cut(rows, self._page_rows)
             self._pages.share(table.addresses())
-        return self._add(slot, tables)
+        return tables
+
+    def _give_tables(self, tables: Many[PageTable]) -> None:
+        for table in tables:
+            self._tenant.retire(self._pages.give, table.addresses())
+            self._tenant.retire(self._tenant.arena.give, table.address, table.size_bytes)
 
     def at(self, slot: int) -> Sequence:
         """The sequence in a slot; UnknownHandleError when there is none."""
@@ -187,9 +219,7 @@ class Sequences:
         """End a sequence and give its memory back."""
         tables = self.tables(sequence)
         self._tenant.run([self.directory.put(sequence.slot, 0, [0] * self._layers)])
-        for table in tables:
-            self._tenant.retire(self._pages.give, table.addresses())
-            self._tenant.retire(self._tenant.arena.give, table.address, table.size_bytes)
+        self._give_tables(tables)
         sequence._tables = None
         self._slots[sequence.slot] = None
         heappush(self._free, sequence.slot)
@@ -273,11 +303,8 @@ class Sequences:
 
     def _add(self, slot: int, tables: list[PageTable]) -> Sequence:
         """Write tables, and then name them in the directory."""
-        program: list[Operation] = []
-        for table in tables:
-            program.append(self._tenant.write(one(table.address), table.header(table.committed)))
-            program.append(self._tenant.write(*table.entry_lines(0, table.entries)))
-        program += [Fence(), self.directory.put(slot, 0, [table.address for table in tables])]
+        program = [*self.table_writes(tables), Fence()]
+        program += [self.directory.put(slot, 0, [table.address for table in tables])]
         self._tenant.run(program)
         heappop(self._free)  # the lowest, which is this one
         sequence = self._slots[slot] = Sequence(self, slot, tables)
@@ -298,6 +325,7 @@ class Sequences:
             **self._geometry,
             "sequences": self.directory.sequences,
             "directory": self.directory.address,
+            "prefixes": self._first_prefix,
         }
 
 

@@ -85,9 +85,10 @@ class Tenant:
         """Addresses of this driver's cache records, in the order in which the root leads to them."""
         self._owned = frozenset(owned)
         self._adopted = False
+        self._generations = 0
         if owned:
             self._root = owned[0] * EXTENT_BYTES
-            self._earlier = self._attach()
+            self._earlier, self._generations = self._attach()
         else:
             self._root = self._format()
             self._earlier = 0
@@ -299,7 +300,11 @@ class Tenant:
 
     def rewrite(self, record: int, values: dict[str, int]) -> None:
         """Write a cache record anew, where it is in the chain."""
-        self.run([self.write(one(record), record_line(CACHE, **values, next=self._following(record)))])
+        self.run([self.record_write(record, values)])
+
+    def record_write(self, record: int, values: dict[str, int]) -> Write:
+        """The operation that writes a cache record anew."""
+        return self.write(one(record), record_line(CACHE, **values, next=self._following(record)))
 
     def unlink(self, record: int) -> None:
         """Take a cache record out of the chain."""
@@ -359,16 +364,29 @@ class Tenant:
         self._write_root(0)
         return root
 
-    def _attach(self) -> int:
-        """The first cache record of an earlier session, which this one leaves as it is."""
+    def next_generation(self) -> int:
+        """A number that no prefix of the tenant ever had; the device knows it before it is used."""
+        self._generations += 1
+        self._write_root(self._chain[0] if self._chain else self._earlier)
+        return self._generations
+
+    def _attach(self) -> tuple[int, int]:
+        """The first cache record of an earlier session, which this one leaves as it is, and the prefixes that
+        were ever published."""
         values = ROOT.unpack(self.read(one(self._root))[0].tobytes())
         if values["magic"] != ROOT_MAGIC or values["version"] != LAYOUT_VERSION:
             raise VersionError(
                 f"tenant {self.aperture} owns extent {self._root // EXTENT_BYTES}, but no root record of "
                 f"version {LAYOUT_VERSION} is there (magic {values['magic']:#x}, version {values['version']})"
             )
-        return values["first_cache"]
+        return values["first_cache"], values["generations"]
 
     def _write_root(self, first_cache: int) -> None:
-        line = record_line(ROOT, magic=ROOT_MAGIC, version=LAYOUT_VERSION, first_cache=first_cache)
+        line = record_line(
+            ROOT,
+            magic=ROOT_MAGIC,
+            version=LAYOUT_VERSION,
+            first_cache=first_cache,
+            generations=self._generations,
+        )
         self.run([self.write(one(self._root), line)])

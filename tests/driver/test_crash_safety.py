@@ -22,6 +22,21 @@ KILLS = int(os.environ.get("NEARKV_KILLS", "200"))
 """Points at which a host dies; more of them where the environment says so."""
 SHAPE = {"layers": LAYERS, "kv_heads": HEADS, "head_dim": DIM, "dtype": "fp16", "page_rows": PAGE}
 
+KINDS = [
+    "new",
+    "append",
+    "append",
+    "append",
+    "batch",
+    "fork",
+    "crop",
+    "slide",
+    "free",
+    "beam",
+    "publish",
+    "drop",
+]
+
 Layer = tuple[torch.Tensor, tuple[int, int]]
 """K of all rows, of which V is the negative, and the released ones."""
 
@@ -40,14 +55,16 @@ class Host:
         self.kv = self.device.kv_cache(**SHAPE, **options)
         self.random = random.Random(seed)
         self.rows: dict[int, list[Layer]] = {}
+        self.prefixes: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+        self.prefixes_before: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+        self.published = 0
         self.before: dict[int, list[Layer]] = {}
 
     def step(self) -> None:
         """One operation; `rows` says what comes of it before the device hears of it."""
+        self.prefixes_before = dict(self.prefixes)
         self.before = {slot: list(layers) for slot, layers in self.rows.items()}
-        kind = self.random.choice(
-            ["new", "append", "append", "append", "batch", "fork", "crop", "slide", "free", "beam"]
-        )
+        kind = self.random.choice(KINDS)
         if kind == "new" or not self.rows:
             self._expect_new([(torch.zeros(0, HEADS, DIM).half(), (0, 0))] * LAYERS)
             self.kv.sequence()
@@ -86,6 +103,13 @@ class Host:
                 if kept < before:
                     self.rows[slot][layer] = k, (kept, before)
                 self.kv.release(handle, before, kept_rows=kept, layer=layer)
+        elif kind == "publish":
+            self._publish(handle, self.rows[slot])
+        elif kind == "drop":
+            if self.kv.prefixes:
+                gone = self.random.choice(self.kv.prefixes)
+                self.prefixes.pop(gone.generation)
+                self.kv.drop_prefix(gone)
         elif kind == "free":
             del self.rows[slot]
             self.kv.free(handle)
@@ -99,6 +123,16 @@ class Host:
                 if index not in chosen:
                     del self.rows[own]
             self.kv.select([self.kv.sequence_at(s) for s in slots], chosen)
+
+    def _publish(self, handle, layers: list[Layer]) -> None:
+        whole = [released[0] if released[1] else len(k) for k, released in layers]
+        if not min(whole):
+            return
+        rows = self.random.randint(1, min(whole))
+        tokens = [self.random.randrange(1 << 32) for _ in range(rows)]
+        self.prefixes[self.published + 1] = tokens, [k[:rows] for k, _ in layers]
+        self.kv.publish(handle, tokens)
+        self.published += 1
 
     def _expect_new(self, layers: list[Layer]) -> None:
         slot = next(slot for slot in range(1000) if slot not in self.rows)
@@ -147,16 +181,25 @@ def check(kv, host: Host) -> None:
         for layer, own in enumerate(found):
             states = [layers[layer] for layers in allowed if layers is not None]
             assert any(is_state(own, state) for state in states), f"sequence {slot}, layer {layer} is torn"
+    there = {prefix.generation: prefix for prefix in kv.prefixes}
+    assert there.keys() >= host.prefixes_before.keys() & host.prefixes.keys(), "a prefix is lost"
+    for generation, prefix in there.items():
+        tokens, rows = {**host.prefixes_before, **host.prefixes}[generation]
+        assert kv.find_prefix(tokens) == (prefix, len(tokens))
+        handle = kv.fork_prefix(prefix)
+        for layer in range(LAYERS):
+            assert same_bits(kv.read(handle, layer=layer)[0], rows[layer])
+        kv.free(handle)
     no_leak(kv)
 
 
 def no_leak(kv) -> None:
     """Each page is counted once for every table that names it, and the memory adds up."""
     named: dict[int, int] = {}
-    for handle in kv.sequences:
-        for table in handle._tables:
-            for page in table.addresses().tolist():
-                named[page] = named.get(page, 0) + 1
+    tables = [table for handle in kv.sequences for table in handle._tables]
+    for table in (*tables, *kv._prefixes.tables):
+        for page in table.addresses().tolist():
+            named[page] = named.get(page, 0) + 1
     pages = kv._pages
     assert pages.used == len(named)
     assert pages._others == {page: count - 1 for page, count in named.items() if count > 1}
