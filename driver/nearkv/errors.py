@@ -25,8 +25,16 @@ class UnknownHandleError(NearkvError, LookupError):
     """A layer, sequence or tenant that does not exist here."""
 
 
+class StalePrefixError(UnknownHandleError):
+    """A prefix that was dropped or reclaimed; its pages may hold something else by now."""
+
+
 class ClosedError(NearkvError, ValueError):
     """A device, cache or sequence that was closed or freed."""
+
+
+class EvictedError(ClosedError):
+    """A sequence with a priority that went because memory ran short."""
 
 
 class OutOfMemoryError(NearkvError, MemoryError):
@@ -68,10 +76,14 @@ class DeviceError(NearkvError, RuntimeError):
     status : why.
     tag : the descriptor's tag: its number in the tenant's ring since reset.
     detail : the page at fault, or the extent that is taken.
+    sequence : the first sequence of the batch whose job failed, by its place; None for what is no job.
     """
 
-    def __init__(self, message: str, *, status: Status, tag: int, detail: int) -> None:
+    def __init__(
+        self, message: str, *, status: Status, tag: int, detail: int, sequence: int | None = None
+    ) -> None:
         super().__init__(message)
+        self.sequence = sequence
         self.status = status
         self.tag = tag
         self.detail = detail
