@@ -12,4 +12,5 @@ FEATURES = (
     | Feature.SOFTCAP
     | Feature.ALIBI
     | Feature.QUERY_ROWS
+    | Feature.OUTPUT_SCALE
 )

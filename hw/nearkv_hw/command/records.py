@@ -76,6 +76,7 @@ class Job(data.Struct):
     v_pitch: 2
     query_format: 2
     form: OutputForm
+    output_scale: 32
     kv_head: 11
     sinks: 1
     slopes: 1
@@ -167,6 +168,7 @@ class Plan(data.Struct):
     v_pitch: 2
     query_format: 2
     form: OutputForm
+    output_scale: 32
     sinks: 1
     slopes: 1
     codebook: 1
