@@ -327,6 +327,11 @@ class Call:
                 windowed = True
         else:
             windowed = self._window is not None
+        if windowed and self._tree is not None and not self._kept and ranges is None:
+            # what no query row's window reaches; devices do not look into trees for that
+            first = self._positions.min(axis=1) - (self._window or 0) + 1
+            own = lengths - self._query_rows
+            self._begin = np.maximum(self._begin, np.minimum(first, own).clip(0))
         needed = Feature(0)
         needed |= Feature.RANGES if ranges is not None else Feature(0)
         needed |= Feature.QUERY_ROWS if self._query_rows > 1 or windowed else Feature(0)
