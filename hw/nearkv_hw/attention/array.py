@@ -25,13 +25,13 @@ from amaranth.utils import exact_log2
 
 from ..abi.formats import LUT4, LUT_ENTRIES
 from ..abi.numerics import LIMB_BITS
-from ..arithmetic.binned import HELD_TOP_BITS, empty_top
+from ..arithmetic.binned import HELD_TOP_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth, ElementDecoder
 from ..arithmetic.scale import SCALE_KINDS, Decoded, Scaler
 from ..arithmetic.score import DotProduct
 from ..arithmetic.weight import Weight
 from ..interfaces import LanePartial
-from .cell import Cell
+from .cell import SUM_BIN_BIAS, Cell
 from .codes import Scales
 from .dot import DotProducts
 from .lane_flags import LANE_FLAGS, LaneFlags
@@ -381,7 +381,7 @@ class Array(wiring.Component):
                 m.d.sync += [register.eq(value) for register, value in zip(registers, values, strict=True)]
             return registers
 
-        tops = held(taken(at_top, tops, signed(HELD_TOP_BITS)))
+        tops = held(taken(at_top, tops, HELD_TOP_BITS))
         flags = held(taken(at_top, flags, 3))
         highs = taken(at_limb, highs, signed(LIMB_BITS))
         lows = taken(at_limb, lows, signed(LIMB_BITS))
@@ -408,8 +408,8 @@ class Array(wiring.Component):
             top = selected(tops)
             partial = self.lanes_read[index]
             m.d.comb += [
-                partial.state.some.eq(top != empty_top(HELD_TOP_BITS)),
-                partial.state.top.eq(top),
+                partial.state.some.eq(top.any()),
+                partial.state.top.eq(top - SUM_BIN_BIAS),
                 partial.state.high.eq(selected(highs)),
                 partial.state.low.eq(selected(lows)),
                 partial.flags.eq(selected(flags)),
