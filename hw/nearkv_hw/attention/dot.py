@@ -1,8 +1,9 @@
 """Dot products of one query: the lanes' products become a line's binned sum, the lines' sums a row's."""
 
-from amaranth.hdl import Module, Mux, Signal, signed
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
+from amaranth.utils import ceil_log2
 
 from ..abi.numerics import BIN_BITS
 from ..arithmetic.binned import BinnedAccumulator, Select, lowered
@@ -99,27 +100,35 @@ class DotProducts(wiring.Component):
             m.d.sync += line_top.eq(highest)
         m.d.comb += self.line_top.eq(line_top)
 
-        # sums of the lanes' limbs, modulo 2^DOT_LIMB_BITS
+        # Sums of the lanes' limbs. A negative limb is inverted, x becomes 2^32 - 1 - x; how many there are,
+        # counted above the sum of the high limbs, sets that right for the sums of all lanes.
         enables = [self.limb_valid]
         for _ in range(tree_cycles - 1):
             enable = Signal()
             m.d.sync += enable.eq(enables[-1])
             enables.append(enable)
+        sum_bits = BIN_BITS + ceil_log2(self.lanes)
 
-        def lane_sum(limbs):
+        def lane_sum(limbs, bits):
             return pipelined_tree(
-                m,
-                [
-                    (limbs[lane] ^ negative.replicate(DOT_LIMB_BITS)) + negative
-                    for lane, negative in enumerate(self.negative)
-                ],
-                lambda a, b: (a + b)[:DOT_LIMB_BITS],
-                shape=DOT_LIMB_BITS,
-                levels=TREE_LEVELS,
-                enables=enables,
+                m, limbs, lambda a, b: (a + b)[:bits], shape=bits, levels=TREE_LEVELS, enables=enables
             )
 
-        high, low = lane_sum(self.high), lane_sum(self.low)
+        def set_right(total):
+            above = Signal(DOT_LIMB_BITS - BIN_BITS)
+            m.d.comb += above.eq(total[BIN_BITS:sum_bits] - negatives)
+            return (Cat(total[:BIN_BITS], above) + negatives)[:DOT_LIMB_BITS]
+
+        highs, lows = (
+            [limbs[lane] ^ negative.replicate(BIN_BITS) for lane, negative in enumerate(self.negative)]
+            for limbs in (self.high, self.low)
+        )
+        room = Const(0, sum_bits - BIN_BITS)
+        counted = [Cat(limb, room, negative) for limb, negative in zip(highs, self.negative, strict=True)]
+        high = lane_sum(counted, sum_bits + self.lanes.bit_length())
+        low = lane_sum(lows, sum_bits)
+        negatives = high[sum_bits:]
+        high, low = set_right(high), set_right(low)
         top = later(m, line_top, Cell.limb_cycles - Cell.select_cycles + tree_cycles)
 
         # sum of the lines
