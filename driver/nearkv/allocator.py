@@ -7,7 +7,8 @@ Extents come from a `claim` function and are kept for good. Pages of one size sh
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
 
 import numpy as np
@@ -87,6 +88,15 @@ class Extents:
         """An extent that `take` gave is free again."""
         self._free.add(extent)
         heappush(self._rising[extent % self._channels], extent)
+
+    @contextmanager
+    def no_more(self) -> Iterator[None]:
+        """Within the block no extent is claimed."""
+        before, self._extents = self._extents, self._next
+        try:
+            yield
+        finally:
+            self._extents = before
 
     def adopt(self, owned: Iterable[int], used: Container[int]) -> None:
         """Take over what an earlier session of the tenant claimed; what is not used is free."""
@@ -204,6 +214,7 @@ class Pages:
     extents : where more memory comes from.
     page_bytes : bytes of a page.
     load : bytes of pages in use per channel, shared by all page sizes of the tenant; changed in place.
+    scrub : writes over a page, by its address and bytes, that is free after it lost something.
 
     Members
     -------
@@ -212,7 +223,13 @@ class Pages:
     held_extents : extents in which there are pages.
     """
 
-    def __init__(self, extents: Extents, page_bytes: int, load: list[int]) -> None:
+    def __init__(
+        self,
+        extents: Extents,
+        page_bytes: int,
+        load: list[int],
+        scrub: Callable[[int, int], None] = lambda page, page_bytes: None,
+    ) -> None:
         self.page_bytes = page_bytes
         self.used = 0
         self.held_extents = 0
@@ -223,6 +240,8 @@ class Pages:
         """Per channel: extents with free pages, and the addresses of these."""
         self._others: dict[int, int] = {}
         """Pages that several have: how many besides the first."""
+        self._scrub = scrub
+        self._lost: set[int] = set()
 
     @property
     def shared(self) -> int:
@@ -281,6 +300,10 @@ class Pages:
         found = [page in self._others for page in pages.reshape(-1).tolist()]
         return np.array(found, np.bool_).reshape(pages.shape)
 
+    def mark_lost(self, pages: Iterable[int]) -> None:
+        """These pages, which are in use, lost something: they are written over when they are free."""
+        self._lost.update(pages)
+
     def give(self, pages: npt.NDArray[np.uint64]) -> None:
         """Who took or shared these pages has them no longer; those that nobody has are free."""
         others = self._others
@@ -292,6 +315,9 @@ class Pages:
                 else:
                     others[page] = more - 1
                 continue
+            if page in self._lost:
+                self._lost.remove(page)
+                self._scrub(page, self.page_bytes)
             extent = page // EXTENT_BYTES
             channel = extent % len(self._load)
             self._load[channel] -= self.page_bytes
