@@ -214,7 +214,6 @@ class Pages:
     extents : where more memory comes from.
     page_bytes : bytes of a page.
     load : bytes of pages in use per channel, shared by all page sizes of the tenant; changed in place.
-    scrub : writes over a page, by its address and bytes, that is free after it lost something.
 
     Members
     -------
@@ -223,13 +222,7 @@ class Pages:
     held_extents : extents in which there are pages.
     """
 
-    def __init__(
-        self,
-        extents: Extents,
-        page_bytes: int,
-        load: list[int],
-        scrub: Callable[[int, int], None] = lambda page, page_bytes: None,
-    ) -> None:
+    def __init__(self, extents: Extents, page_bytes: int, load: list[int]) -> None:
         self.page_bytes = page_bytes
         self.used = 0
         self.held_extents = 0
@@ -240,8 +233,6 @@ class Pages:
         """Per channel: extents with free pages, and the addresses of these."""
         self._others: dict[int, int] = {}
         """Pages that several have: how many besides the first."""
-        self._scrub = scrub
-        self._lost: set[int] = set()
 
     @property
     def shared(self) -> int:
@@ -300,10 +291,6 @@ class Pages:
         found = [page in self._others for page in pages.reshape(-1).tolist()]
         return np.array(found, np.bool_).reshape(pages.shape)
 
-    def mark_lost(self, pages: Iterable[int]) -> None:
-        """These pages, which are in use, lost something: they are written over when they are free."""
-        self._lost.update(pages)
-
     def give(self, pages: npt.NDArray[np.uint64]) -> None:
         """Who took or shared these pages has them no longer; those that nobody has are free."""
         others = self._others
@@ -315,9 +302,6 @@ class Pages:
                 else:
                     others[page] = more - 1
                 continue
-            if page in self._lost:
-                self._lost.remove(page)
-                self._scrub(page, self.page_bytes)
             extent = page // EXTENT_BYTES
             channel = extent % len(self._load)
             self._load[channel] -= self.page_bytes

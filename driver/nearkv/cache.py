@@ -525,25 +525,23 @@ class KVCache(SequenceMemory):
 
     @contextmanager
     def _forgetting_poison(self, pages: Many[PageTable] | Many[Addresses]) -> Iterator[None]:
-        """Pages whose content is lost are nobody's prefix, and are written over once they are free."""
+        """A prefix with a page whose content is lost is found no more."""
         try:
             yield
         except DeviceError as error:
             if error.status is Status.POISON and error.sequence is not None:
                 own = pages[error.sequence]
                 known = own.page_addresses(0, own.pages) if isinstance(own, PageTable) else own
-                self._lost(known[:, error.detail : error.detail + 1].ravel().tolist())
+                self._prefixes.forget_pages(set(known[:, error.detail : error.detail + 1].ravel().tolist()))
             raise
         except AccessError as error:
             if error.poison:
                 within = error.address % EXTENT_BYTES % self._layout.page_bytes
                 named = [p.addresses() if isinstance(p, PageTable) else p.ravel() for p in pages]
-                self._lost([p for p in np.concatenate(named).tolist() if p == error.address - within])
+                self._prefixes.forget_pages(
+                    {error.address - within}.intersection(np.concatenate(named).tolist())
+                )
             raise
-
-    def _lost(self, pages: list[int]) -> None:
-        self._pages.mark_lost(pages)
-        self._prefixes.forget_pages(set(pages))
 
     def _appended(self, appending: Appending, sequences: Many[Sequence], layer: int, coded: Coded) -> None:
         appending.done()

@@ -16,7 +16,7 @@ from nearkv_sim.columns import column
 from nearkv_sim.port import Access, Addresses, Lines, Operation, Port, Read, ReadResult, Write
 
 from .allocator import Arena, Extents, Pages
-from .codec import one, record_line, span
+from .codec import one, record_line
 from .errors import AccessError, DeviceError, DeviceResetError, OutOfMemoryError, ProtocolError, VersionError
 from .memory_use import MemoryUse
 from .queued_port import QueuedPort
@@ -204,7 +204,7 @@ class Tenant:
     def pages(self, page_bytes: int) -> Pages:
         """The pages of one size."""
         if page_bytes not in self._pages:
-            self._pages[page_bytes] = Pages(self.extents, page_bytes, self._load, self._scrub)
+            self._pages[page_bytes] = Pages(self.extents, page_bytes, self._load)
         return self._pages[page_bytes]
 
     @property
@@ -241,11 +241,6 @@ class Tenant:
                 f"the device was reset: tenant {self.aperture} does not own its root record any more; all "
                 "that was on the device is lost, recover() starts anew"
             )
-
-    def _scrub(self, page: int, page_bytes: int) -> None:
-        """Write over a page that had lost lines, before anybody has it again."""
-        lines = page_bytes // LINE_BYTES
-        self.enqueue([self.write(span(page, lines), np.zeros((lines, LINE_BYTES), np.uint8))])
 
     def wrap_port(self, wrap: Callable[[Port], Port]) -> None:
         """Have everything pass through another port."""
