@@ -7,7 +7,8 @@ Extents come from a `claim` function and are kept for good. Pages of one size sh
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
 
 import numpy as np
@@ -87,6 +88,15 @@ class Extents:
         """An extent that `take` gave is free again."""
         self._free.add(extent)
         heappush(self._rising[extent % self._channels], extent)
+
+    @contextmanager
+    def no_more(self) -> Iterator[None]:
+        """Within the block no extent is claimed."""
+        before, self._extents = self._extents, self._next
+        try:
+            yield
+        finally:
+            self._extents = before
 
     def adopt(self, owned: Iterable[int], used: Container[int]) -> None:
         """Take over what an earlier session of the tenant claimed; what is not used is free."""

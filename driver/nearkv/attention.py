@@ -33,7 +33,7 @@ from .arguments import (
 from .errors import ArgumentError, DtypeError
 from .jobs import Batch, Jobs, Sight
 from .quantise.formats import CacheFormat
-from .reference import Partial, State, score_factor
+from .reference import Partial, score_factor
 from .reference.alibi import alibi_bits
 from .reference.fixed import float32_bits
 from .reference.softcap import softcap_bits
@@ -458,15 +458,8 @@ class Call:
         return tensor.view(*self._q.shape[:2], *tensor.shape[1:]) if self._q.dim() == 4 else tensor
 
     def _shaped_partial(self, partial: Partial) -> Partial:
-        if self._q.dim() == 3:
-            return partial.to(self._q.device)
-        denominator, numerators = (
-            State(*(self._shaped(plane) for plane in (state.top, state.high, state.low)))
-            for state in (partial.denominator, partial.numerators)
-        )
-        return Partial(
-            denominator, numerators, self._shaped(partial.query_nan), self._shaped(partial.lane_flags)
-        )
+        partial = partial.to(self._q.device)
+        return partial if self._q.dim() == 3 else partial.reshaped(tuple(self._q.shape[:2]))
 
 
 def table_addresses(tables: Many[PageTable]) -> npt.NDArray[np.uint64]:

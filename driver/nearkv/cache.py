@@ -10,6 +10,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 import torch
 from nearkv_hw.abi import Status
+from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_sim.port import Addresses, Operation
 
 from .append import Appending
@@ -178,7 +179,9 @@ class KVCache(SequenceMemory):
         ------
         AccessError : when a line is poisoned.
         """
-        held = self._reader.read(self._open_sequences().table(sequence, layer))
+        table = self._open_sequences().table(sequence, layer)
+        with self._forgetting_poison([table]):
+            held = self._reader.read(table)
         heads = self._heads
         k = Quantised(
             self.format.k, held.k, held.k_scales, heads.scale("k", layer), 0, heads.codebook("k", layer)
@@ -517,18 +520,27 @@ class KVCache(SequenceMemory):
             )
             return fetched.contexts
 
-        return call.on_host(fetch)
+        with self._forgetting_poison(tables):
+            return call.on_host(fetch)
 
     @contextmanager
     def _forgetting_poison(self, pages: Many[PageTable] | Many[Addresses]) -> Iterator[None]:
-        """Prefixes that have a page whose content is lost are found no more."""
+        """A prefix with a page whose content is lost is found no more."""
         try:
             yield
         except DeviceError as error:
-            if error.status is Status.POISON and error.sequence is not None and len(self._prefixes):
+            if error.status is Status.POISON and error.sequence is not None:
                 own = pages[error.sequence]
                 known = own.page_addresses(0, own.pages) if isinstance(own, PageTable) else own
                 self._prefixes.forget_pages(set(known[:, error.detail : error.detail + 1].ravel().tolist()))
+            raise
+        except AccessError as error:
+            if error.poison:
+                within = error.address % EXTENT_BYTES % self._layout.page_bytes
+                named = [p.addresses() if isinstance(p, PageTable) else p.ravel() for p in pages]
+                self._prefixes.forget_pages(
+                    {error.address - within}.intersection(np.concatenate(named).tolist())
+                )
             raise
 
     def _appended(self, appending: Appending, sequences: Many[Sequence], layer: int, coded: Coded) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import RowLayout
 
 from .append import Appending, RowWriter
@@ -18,6 +19,7 @@ from .coded import Coder
 from .cuts import Cuts
 from .errors import (
     AccessError,
+    ArgumentError,
     ClosedError,
     OutOfMemoryError,
 )
@@ -121,6 +123,26 @@ class SequenceMemory:
     def closed(self) -> bool:
         """Whether the cache or its device was closed."""
         return self._closed
+
+    def belongs_to(self, tenant: Tenant) -> bool:
+        """Whether the cache lies in the memory of a session of a tenant."""
+        return self._tenant is tenant
+
+    def address_of(self, sequence: Sequence, *, layer: int, row: int, kv_head: int = 0) -> int:
+        """The device address of the line that holds a row's first K codes.
+
+        Raises
+        ------
+        ArgumentError : for a row that there is not, or that was released.
+        """
+        table = self._open_sequences().table(sequence, layer)
+        whole_number("row", row, 0, table.committed - 1)
+        whole_number("kv_head", kv_head, 0, self.kv_heads - 1)
+        if table.released[0] <= row < table.released[1]:
+            raise ArgumentError(f"row={row}: it was released")
+        page, within = divmod(row, self.page_rows)
+        base = int(table.page_addresses(page, page + 1)[kv_head, 0])
+        return (base + self._layout.k_offset(within)) // LINE_BYTES * LINE_BYTES
 
     def close(self) -> None:
         """Free all sequences and the cache's own memory. A second call does nothing."""

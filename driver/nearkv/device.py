@@ -214,6 +214,35 @@ class Device:
         self._flush()
         return read_stats(self._port, self.config, self._totals)
 
+    def recover(self, tenant: int = 0) -> list[KVCache]:
+        """Start a tenant's session anew, after its ring hung, the link was lost or the device was reset.
+
+        Its caches here are closed, with nothing written; what was committed on the device comes back, as
+        `attach` has it. Other tenants' caches are as they were.
+
+        Raises
+        ------
+        DeviceTimeoutError, LinkError : when the device still does not answer.
+        What `attach` raises.
+        """
+        self._check_open()
+        before = self._tenants.pop(tenant, None)
+        if before is not None:
+            before.stream.abandon()
+            for cache in self._caches:
+                if cache.belongs_to(before):
+                    cache.abandon()
+            if before.was_reset:
+                self._tenants[tenant] = Tenant(self._port, self.config, tenant, self.features, fresh=True)
+        return self.attach(tenant)
+
+    def wrap_port(self, wrap: Callable[[Port], Port]) -> None:
+        """Have everything pass through another port from now on; for faults and for measuring."""
+        self._check_open()
+        self._port = wrapped = wrap(self._port)
+        for tenant in self._tenants.values():
+            tenant.wrap_port(lambda port: wrapped)
+
     def stream(self, depth: int = 8) -> Stream:
         """A stream for `KVCache.attend_async` and `append_async`.
 

@@ -49,6 +49,17 @@ class DeviceTimeoutError(NearkvError, TimeoutError):
     """The device did not answer; it takes no more work."""
 
 
+class LinkError(NearkvError, ConnectionError):
+    """The link to the device is gone, or was: what was under way may have arrived in part.
+
+    `Device.recover` takes over what was committed, tenant by tenant, once the link is back.
+    """
+
+
+class DeviceResetError(NearkvError, RuntimeError):
+    """The device was reset: everything that any tenant had on it is lost. `Device.recover` starts anew."""
+
+
 class ProtocolError(NearkvError, RuntimeError):
     """The device answered what no device may answer."""
 

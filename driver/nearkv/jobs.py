@@ -487,6 +487,8 @@ class Jobs:
         failed = completions.failed
         if not failed.size:
             return
+        if np.isin(completions.status[failed], _OF_STRANGERS).any():
+            self._tenant.raise_if_reset()
         first = int(failed[0])
         part, job = divmod(first, len(template))
         sequence = part // parts
@@ -504,6 +506,8 @@ class Jobs:
         )
 
 
+_OF_STRANGERS = (Status.DENIED, Status.PAGE_DENIED, Status.RESULT_DENIED, Status.BAD_TABLE)
+"""What jobs end with where a tenant owns nothing of what it has."""
 _DETAILS = {
     Status.BAD_PAGE: "page",
     Status.PAGE_DENIED: "page",

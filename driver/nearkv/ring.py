@@ -80,6 +80,7 @@ class CommandRing:
     posted : descriptors posted since reset, this and earlier sessions.
     completed : of these, those that this session knows to be complete; they complete in their order.
     on_complete : called when there are more of those.
+    on_hang : called when the device does nothing any more; may raise what says why.
     """
 
     def __init__(self, port: Programs, config: DeviceConfig, aperture: int) -> None:
@@ -98,6 +99,7 @@ class CommandRing:
         self.posted = RING.unpack(result.data[0].tobytes())["tail"]
         self.completed = self.posted
         self.on_complete: Callable[[], None] = lambda: None
+        self.on_hang: Callable[[], None] = lambda: None
         self._outstanding: list[Ticket] = []
         self._last_done = 0
         self._unfinished = False
@@ -310,6 +312,7 @@ class CommandRing:
         try:
             yield
         except DeviceTimeout as error:
+            self.on_hang()
             raise DeviceTimeoutError(
                 f"{ticket.end - ticket.first} descriptors of tenant {self._aperture} are not complete, and "
                 f"the device does nothing any more ({error}); close the device and open it again"
@@ -318,7 +321,10 @@ class CommandRing:
 
     def _check_usable(self) -> None:
         if self._unfinished:
-            raise ClosedError(f"tenant {self._aperture}: an earlier batch never ended; open the device again")
+            raise ClosedError(
+                f"tenant {self._aperture}: an earlier batch never ended; take over what is committed with "
+                "recover(), or open the device again"
+            )
 
     def _slots_of(self, ticket: Ticket) -> npt.NDArray[np.uint64]:
         """The slots of a ticket's descriptors."""

@@ -214,7 +214,10 @@ class Places:
         return self.pitch < LINE_BYTES
 
     def to_lines(self, data: npt.NDArray[np.uint8]) -> tuple[Lines, npt.NDArray[np.uint64] | None]:
-        """Rows [heads, rows, pitch] as lines [heads, lines, 64]; the bytes to write of each, None for all."""
+        """Rows [heads, rows, pitch] as lines [heads, lines, 64]; the bytes to write of each, None for all.
+
+        A line that holds a row before these is written in part; one that begins with these, as a whole.
+        """
         heads, lines = self.addresses.shape
         if not self.shared:
             return data.reshape(heads, lines, LINE_BYTES), None
@@ -223,6 +226,8 @@ class Places:
         found[:, self.line, self.slot] = data
         enabled = np.zeros((lines, parts, self.pitch), np.bool_)
         enabled[self.line, self.slot] = True
+        # rows that begin a line have all of it: what was there before, lost or not, is gone
+        enabled[self.line[self.slot == 0]] = True
         bits = np.packbits(enabled.reshape(lines, LINE_BYTES), axis=1, bitorder="little").view("<u8")
         return found.reshape(heads, lines, LINE_BYTES), np.broadcast_to(bits[:, 0], (heads, lines))
 

@@ -17,7 +17,7 @@ from nearkv_sim.port import Access, Addresses, Lines, Operation, Port, Read, Rea
 
 from .allocator import Arena, Extents, Pages
 from .codec import one, record_line
-from .errors import AccessError, DeviceError, OutOfMemoryError, ProtocolError, VersionError
+from .errors import AccessError, DeviceError, DeviceResetError, OutOfMemoryError, ProtocolError, VersionError
 from .memory_use import MemoryUse
 from .queued_port import QueuedPort
 from .ring import CommandRing
@@ -47,6 +47,7 @@ class Tenant:
     config : what the device says of itself.
     aperture : the tenant's number.
     features : what the device has beyond plain jobs.
+    fresh : whatever the tenant owns holds nothing, because the device was reset.
 
     Raises
     ------
@@ -55,16 +56,26 @@ class Tenant:
     Members
     -------
     stream : of calls that name none.
+    was_reset : whether the device turned out not to know the tenant any more.
     moves : how often an area of `staging` or `scattered` went elsewhere; until then its addresses stay.
     """
 
-    def __init__(self, port: Port, config: DeviceConfig, aperture: int, features: Feature = _PLAIN) -> None:
+    def __init__(
+        self,
+        port: Port,
+        config: DeviceConfig,
+        aperture: int,
+        features: Feature = _PLAIN,
+        *,
+        fresh: bool = False,
+    ) -> None:
         self.config = config
         self.features = features
         self.aperture = aperture
         self._port = QueuedPort(port)
         self.ring = CommandRing(self._port, config, aperture)
         self.ring.on_complete = self._reclaim
+        self.ring.on_hang = self.raise_if_reset
         self.stream = Stream(_DEPTH, self.flush)
         self._base = aperture * config.aperture_bytes
         self._load = [0] * config.slices
@@ -86,9 +97,14 @@ class Tenant:
         self._owned = frozenset(owned)
         self._adopted = False
         self._generations = 0
+        self.was_reset = False
         if owned:
             self._root = owned[0] * EXTENT_BYTES
-            self._earlier, self._generations = self._attach()
+            self._earlier = 0
+            if fresh or not self.read(one(self._root)).any():  # a session that ended as it began
+                self._write_root(0)
+            else:
+                self._earlier, self._generations = self._attach()
         else:
             self._root = self._format()
             self._earlier = 0
@@ -120,10 +136,13 @@ class Tenant:
         return self.checked(result, addresses)
 
     def checked(self, result: ReadResult, addresses: Addresses) -> Lines:
-        """The data of a read; AccessError when a line is poisoned or is no memory of the tenant's."""
+        """The data of a read; AccessError when a line is poisoned or is no memory of the tenant's, and
+        DeviceResetError when the device was reset."""
         if result.access.any():
             index = int(np.flatnonzero(result.access)[0])
             address, poison = int(addresses[index]), result.access[index] == Access.POISON
+            if not poison:
+                self.raise_if_reset()
             raise AccessError(
                 f"line {address:#x} of tenant {self.aperture} "
                 + ("is poisoned: what it held is lost" if poison else "is outside what the tenant owns"),
@@ -211,6 +230,21 @@ class Tenant:
             free_other_bytes=arena.free_bytes,
             largest_free_run_bytes=arena.largest_free_bytes,
         )
+
+    def raise_if_reset(self) -> None:
+        """DeviceResetError when the device does not know the tenant any more: it has no root record."""
+        (result,) = self.run([Read(one(self.host(self._root)))])
+        values = ROOT.unpack(result.data[0].tobytes())
+        if result.access[0] == Access.OUTSIDE or values["magic"] != ROOT_MAGIC:
+            self.was_reset = True
+            raise DeviceResetError(
+                f"the device was reset: tenant {self.aperture} does not own its root record any more; all "
+                "that was on the device is lost, recover() starts anew"
+            )
+
+    def wrap_port(self, wrap: Callable[[Port], Port]) -> None:
+        """Have everything pass through another port."""
+        self._port.wrap(wrap)
 
     def staging(self, name: str, size_bytes: int) -> int:
         """The address of an area that every batch uses anew; it grows when a batch needs more."""

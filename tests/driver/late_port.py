@@ -3,9 +3,10 @@
 import random
 
 import numpy as np
-from nearkv_hw.abi.window import DOORBELL_OFFSET
+from nearkv_hw.abi.window import DOORBELL, DOORBELL_OFFSET, RING, RING_LINE, register_address
+from nearkv_sim.columns import column
 from nearkv_sim.model import ModelPort
-from nearkv_sim.port import Poll, Program, ReadResult, Write
+from nearkv_sim.port import Poll, Program, Read, ReadResult, Write
 
 
 class LatePort:
@@ -46,8 +47,19 @@ class LatePort:
                 operation = self._without_doorbells(operation)
             elif isinstance(operation, Poll):
                 self._hear(operation.address // self.config.aperture_bytes)
-            results += self._port.run([operation])
+            answered = self._port.run([operation])
+            if isinstance(operation, Read):
+                self._tell_tails(operation, answered[0])
+            results += answered
         return results
+
+    def _tell_tails(self, read: Read, result: ReadResult) -> None:
+        """The ring's state knows of a doorbell at once, whenever its descriptors are fetched."""
+        for aperture, rung in self._rung.items():
+            state = register_address(self.config, aperture, RING_LINE)
+            for index in np.flatnonzero(read.addresses == np.uint64(state)) if rung else ():
+                tail = DOORBELL.unpack(rung[-1].data[0].tobytes())["tail"]
+                column(RING, "tail", result.data[index : index + 1])[:] = tail
 
     def _without_doorbells(self, write: Write) -> Write:
         offset = write.addresses % np.uint64(self.config.aperture_bytes)
@@ -73,6 +85,9 @@ class LatePort:
     @property
     def link_bytes(self) -> int:
         return self._port.link_bytes
+
+    def inject(self, address, bits) -> None:
+        self._port.inject(address, bits)
 
     def close(self) -> None:
         self._port.close()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from driver_cases import context, expected, filled, same_bits, values
 from killing import HostDied, KillingPort
+from leaks import no_leak
 from nearkv.device import Device
 from nearkv.errors import ProtocolError, VersionError
 from nearkv.reference import page_summaries
@@ -191,24 +192,6 @@ def check(kv, host: Host) -> None:
             assert same_bits(kv.read(handle, layer=layer)[0], rows[layer])
         kv.free(handle)
     no_leak(kv)
-
-
-def no_leak(kv) -> None:
-    """Each page is counted once for every table that names it, and the memory adds up."""
-    named: dict[int, int] = {}
-    tables = [table for handle in kv.sequences for table in handle._tables]
-    for table in (*tables, *kv._prefixes.tables):
-        for page in table.addresses().tolist():
-            named[page] = named.get(page, 0) + 1
-    pages = kv._pages
-    assert pages.used == len(named)
-    assert pages._others == {page: count - 1 for page, count in named.items() if count > 1}
-    free = {page for channel in pages._free for own in channel.values() for page in own}
-    assert not free & named.keys()
-    use = kv._tenant.memory()
-    assert use.page_bytes == len(named) * pages.page_bytes
-    assert use.other_bytes >= 0
-    assert use.free_page_bytes >= len(free) * pages.page_bytes
 
 
 @pytest.mark.parametrize("summaries", [False, True])

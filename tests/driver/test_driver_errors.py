@@ -475,7 +475,7 @@ def test_a_device_that_hangs_takes_no_more_work(failure, error):
     with pytest.raises(error, match="no answer"):
         kv.attend(handles, layer=0, q=q)
     port.change = lambda program, results: results
-    with pytest.raises(ClosedError, match="an earlier batch never ended; open the device again"):
+    with pytest.raises(ClosedError, match="an earlier batch never ended; take over what is committed"):
         kv.attend(handles, layer=0, q=q)
 
 
