@@ -12,4 +12,7 @@ FEATURES = (
     | Feature.SOFTCAP
     | Feature.ALIBI
     | Feature.QUERY_ROWS
+    | Feature.TREE
+    | Feature.RANGES
+    | Feature.OUTPUT_SCALE
 )

@@ -107,6 +107,9 @@ class UnitJob(data.Struct):
     causal: 1  # rows after a query's own position are not seen; set with a window, too
     window: 24  # rows up to the own one that are seen, zero for all
     kept: 24  # first rows of the context that a window leaves visible
+    tree: 1  # query rows have positions and masks of their own
+    query_rows: 8  # of the job
+    own_row: ROW_BITS  # with a tree, query row 0's own row
     slopes: 1  # scores get a bias
     codebook: 1  # codes of lut4 have numbers
     latent: 1  # V is the first elements of the K row
@@ -126,21 +129,24 @@ class UnitJob(data.Struct):
     sinks: 1  # this unit adds the sinks
 
 
-class QueryLineKind(enum.Enum, shape=2):
-    """What a line of the stream of queries holds."""
+class QueryLineKind(enum.Enum, shape=3):
+    """What a line of the stream of queries holds, in the order in which they come."""
 
     QUERY = 0
     CODEBOOK = 1
     SLOPES = 2
-    SINKS = 3
+    POSITIONS = 3
+    MASKS = 4
+    SINKS = 5
 
 
 class QueryLine(data.Struct):
     """A line of queries, or of a list that belongs to them, of the pass whose `UnitJob` came last.
 
     Query lines come in order: query 0's lines, query 1's lines, ...; after them a codebook (K's 16 fp16
-    numbers, then V's), and the lists of the job's query heads, a float32 for each from bit 0 of the first
-    line up: slopes, and sinks to the unit that adds them.
+    numbers, then V's); slopes, a float32 for each of the job's query heads from bit 0 of the first line up;
+    of a tree the positions of the job's query rows, 32 bits each, and the masks of the pass's query rows, the
+    even ones in the first half of a line; and sinks, like slopes, to the unit that adds them.
     """
 
     data: LINE_BITS
@@ -210,6 +216,7 @@ class ResultJob(data.Struct):
     queries: 5
     value_dim: 10
     form: OutputForm
+    output_scale: 32  # float32 bits of what multiplies finished lanes, zero for none
     line: LINE_ADDRESS_BITS  # device line of the pass's first result
     fault: 1  # the walker met an error: nothing is written
 

@@ -5,14 +5,14 @@ from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
-from ..abi.descriptor import MAX_GROUP
+from ..abi.descriptor import MAX_GROUP, MAX_QUERY_ROWS, TREE_ROW_BYTES
 from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, code_kind
 from ..arithmetic.score import FLOAT_BITS, Factor, FactorDecoder
-from ..interfaces import POSITION_BITS, TENANT_BITS, QueryLine, QueryLineKind, UnitJob
+from ..interfaces import POSITION_BITS, ROW_BITS, TENANT_BITS, QueryLine, QueryLineKind, UnitJob
 from .array import BOOK_ENTRIES, BookEntry
 from .codes import row_codes, set_row_codes
-from .scoring import Sight, opening, query_parameters
+from .scoring import Sight, opening, query_parameters, tree_word
 from .shape import BANKS, PASSES
 
 
@@ -38,6 +38,8 @@ def pass_parameters(shape):
 
 
 _LIST_SHIFT = (LINE_BITS // FLOAT_BITS).bit_length() - 1
+_LANE_SHIFT = FLOAT_BITS.bit_length() - 1
+_MASK_WORDS = 8 * TREE_ROW_BYTES // FLOAT_BITS
 
 
 def query_load(shape):
@@ -71,6 +73,7 @@ class Loader(wiring.Component):
     loads : Out(stream) : query lines for the cells.
     openings : Out(stream) : the sinks, after the last query line.
     parameters : Out : parameters of one query (`query_parameters`), before the opening.
+    tree : Out : a word of the pass's tree (`tree_word`), before the opening.
     book : Out : a number of the pass's codebook, for the array.
     k_ended : In : the pass of that number has no more K.
     freed : In : the pass of that number is over.
@@ -88,6 +91,7 @@ class Loader(wiring.Component):
                 "loads": Out(stream.Signature(query_load(shape))),
                 "openings": Out(stream.Signature(opening(shape.queries))),
                 "parameters": Out(query_parameters(shape.queries)),
+                "tree": Out(tree_word(shape.queries)),
                 "book": Out(BookEntry),
                 "k_ended": In(PASSES),
                 "freed": In(PASSES),
@@ -119,29 +123,53 @@ class Loader(wiring.Component):
         now = Signal(pass_parameters(self.shape))  # of the pass that is being loaded
         query_count_last = Signal(range(self.shape.line_lanes + 1))
         sinks, lists, listed, codebook = Signal(), Signal(), Signal(), Signal()
+        all_here = Signal()  # all lines of queries and lists
         entry = Signal(range(BOOK_ENTRIES))
         m.d.comb += [
             self.book.address.eq(Cat(entry, number)),
             self.book.data.eq(self.queries.payload.data.word_select(entry, CODE_BITS)),
         ]
-        # the query whose parameters come next: its head, and its row's position
-        head, position = Signal(8), Signal(signed(POSITION_BITS))
-        group = Signal(8)
-        list_word = Signal(range(MAX_GROUP))
-        word = self.queries.payload.data.word_select(list_word[:_LIST_SHIFT], FLOAT_BITS)
+        # the query whose parameters come next: its head, its row, and the row's position
+        head, row, position = Signal(8), Signal(8), Signal(signed(POSITION_BITS))
+        slot = Signal(range(self.shape.queries))  # its row's number in the pass
+        group, query_rows = Signal(8), Signal(8)
+        list_word = Signal(8)  # of a list that goes on from line to line
+        mask_word, mask_half, mask_slot = (
+            Signal(range(_MASK_WORDS)),
+            Signal(),
+            Signal(range(self.shape.queries + 1)),
+        )
+        kind = self.queries.payload.kind
+        is_masks = kind == QueryLineKind.MASKS
+        word = self.queries.payload.data.word_select(
+            Mux(is_masks, Cat(mask_word, mask_half), list_word[:_LIST_SHIFT]), FLOAT_BITS
+        )
         words = {}
-        for kind in (QueryLineKind.SLOPES, QueryLineKind.SINKS):
-            m.submodules[f"list_{kind.name.lower()}"] = kept = memory.Memory(
-                shape=FLOAT_BITS, depth=MAX_GROUP, init=[]
+        for of_kind, bits, depth, address in (
+            (QueryLineKind.SLOPES, FLOAT_BITS, MAX_GROUP, head),
+            (QueryLineKind.SINKS, FLOAT_BITS, MAX_GROUP, head),
+            (QueryLineKind.POSITIONS, ROW_BITS, MAX_QUERY_ROWS + 1, row),
+        ):
+            m.submodules[f"list_{of_kind.name.lower()}"] = kept = memory.Memory(
+                shape=bits, depth=depth, init=[]
             )
             read, write = kept.read_port(domain="comb"), kept.write_port()
             m.d.comb += [
-                read.addr.eq(head),
+                read.addr.eq(address),
                 write.addr.eq(list_word),
                 write.data.eq(word),
-                write.en.eq(lists & self.queries.valid & (self.queries.payload.kind == kind)),
+                write.en.eq(lists & self.queries.valid & (kind == of_kind)),
             ]
-            words[kind] = read.data
+            words[of_kind] = read.data
+        m.d.comb += [
+            self.tree.number.eq(number),
+            self.tree.is_position.eq(lists & self.queries.valid & (kind == QueryLineKind.POSITIONS)),
+            self.tree.index.eq(list_word),
+            self.tree.is_mask.eq(lists & self.queries.valid & is_masks & (mask_slot != self.shape.queries)),
+            self.tree.slot.eq(mask_slot),
+            self.tree.word.eq(mask_word),
+            self.tree.data.eq(word),
+        ]
         code, cap_code = Signal(FLOAT_BITS), Signal(FLOAT_BITS)
         values = Signal(FLOAT_BITS * self.shape.queries)
         query = Signal(range(self.shape.queries))
@@ -172,14 +200,14 @@ class Loader(wiring.Component):
                     self.loads.payload.line.eq(line >> extra),
                     self.loads.payload.block.eq(line[:extra] if extra else 0),
                 ]
-        done = Signal()  # all lists are here
         m.submodules.slope = slope = FactorDecoder()
         parameters = Signal(query_parameters(self.shape.queries))  # but for the slope, which is decoded
         m.d.sync += [
             parameters.valid.eq(0),
             parameters.number.eq(number),
             parameters.query.eq(query),
-            parameters.position.eq(position),
+            parameters.position.eq(Mux(now.sight.tree, words[QueryLineKind.POSITIONS], position)),
+            parameters.slot.eq(slot),
         ]
         m.d.comb += [
             slope.code.eq(words[QueryLineKind.SLOPES]),
@@ -214,11 +242,17 @@ class Loader(wiring.Component):
                         now.queries.eq(job.queries),
                         now.value_dim.eq(job.value_dim),
                         sinks.eq(job.sinks),
-                        listed.eq(job.sinks | job.slopes | job.causal),
+                        listed.eq(job.sinks | job.slopes | job.causal | job.tree),
                         group.eq(job.group),
+                        query_rows.eq(job.query_rows),
+                        slot.eq(0),
+                        mask_slot.eq(0),
+                        mask_half.eq(row[0] & ~job.first),
                         now.sight.causal.eq(job.causal),
                         now.sight.window.eq(job.window),
                         now.sight.kept.eq(job.kept),
+                        now.sight.tree.eq(job.tree),
+                        now.sight.own_row.eq(job.own_row),
                         now.biased.eq(job.slopes),
                         now.latent.eq(job.latent),
                         codebook.eq(job.codebook),
@@ -227,7 +261,7 @@ class Loader(wiring.Component):
                         now.capped.eq(job.softcap.any()),
                     ]
                     with m.If(job.first):
-                        m.d.sync += [head.eq(0), position.eq(job.position)]
+                        m.d.sync += [head.eq(0), row.eq(0), position.eq(job.position)]
                     m.next = "open"
             with m.State("open"):
                 for index in range(PASSES):
@@ -249,6 +283,7 @@ class Loader(wiring.Component):
             with m.State("queries"):
                 m.d.comb += [self.loads.valid.eq(self.queries.valid), self.queries.ready.eq(self.loads.ready)]
                 with m.If(self.queries.valid & self.loads.ready):
+                    m.d.sync += all_here.eq(self.queries.payload.last)
                     m.d.sync += line.eq(Mux(self.loads.payload.last, 0, line + 1))
                     with m.If(self.loads.payload.last):
                         m.d.sync += query.eq(query + 1)
@@ -265,28 +300,43 @@ class Loader(wiring.Component):
                 with m.If(self.queries.valid):
                     m.d.sync += entry.eq(entry + 1)
                     with m.If(self.queries.ready):
+                        m.d.sync += all_here.eq(self.queries.payload.last)
                         m.next = "lists"
             with m.State("lists"):
-                last_word = list_word == group - 1
+                count = Mux(kind == QueryLineKind.POSITIONS, query_rows, group)
+                last_word = list_word == count - 1
+                last_mask_word = mask_word == (query_rows - 1) >> _LANE_SHIFT
                 m.d.comb += [
-                    lists.eq((now.biased | sinks) & ~done),
-                    self.queries.ready.eq(lists & (last_word | list_word[:_LIST_SHIFT].all())),
+                    lists.eq(~all_here),
+                    self.queries.ready.eq(
+                        lists
+                        & Mux(is_masks, last_mask_word & mask_half, last_word | list_word[:_LIST_SHIFT].all())
+                    ),
                 ]
-                with m.If(~lists):
-                    m.d.sync += done.eq(0)
+                with m.If(all_here):
                     m.next = "opening"
                     with m.If(listed):
                         m.next = "parameters"
                 with m.Elif(self.queries.valid):
-                    m.d.sync += list_word.eq(Mux(last_word, 0, list_word + 1))
-                    with m.If(last_word):
-                        m.d.sync += done.eq((self.queries.payload.kind == QueryLineKind.SINKS) | ~sinks)
+                    with m.If(self.queries.ready):
+                        m.d.sync += all_here.eq(self.queries.payload.last)
+                    with m.If(~is_masks):
+                        m.d.sync += list_word.eq(Mux(last_word, 0, list_word + 1))
+                    with m.Else():
+                        m.d.sync += mask_word.eq(Mux(last_mask_word, 0, mask_word + 1))
+                        with m.If(last_mask_word):
+                            m.d.sync += mask_half.eq(~mask_half)
+                            with m.If(mask_slot != self.shape.queries):
+                                m.d.sync += mask_slot.eq(mask_slot + 1)
             with m.State("parameters"):
+                next_row = head + 1 == group
                 m.d.sync += [
                     parameters.valid.eq(1),
                     query.eq(query + 1),
-                    head.eq(Mux(head + 1 == group, 0, head + 1)),
-                    position.eq(position + (head + 1 == group)),
+                    head.eq(Mux(next_row, 0, head + 1)),
+                    row.eq(row + next_row),
+                    slot.eq(slot + next_row),
+                    position.eq(position + next_row),
                 ]
                 for index in range(self.shape.queries):
                     with m.If(query == index):

@@ -4,9 +4,10 @@ from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from ..abi.descriptor import MAX_QUERY_ROWS
 from ..abi.numerics import WEIGHT_BITS
 from ..arithmetic.bias import DISTANCE_BITS, Bias
-from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, TermAligner, empty_top
+from ..arithmetic.binned import OFFSET_BITS, BinnedAccumulator, TermAligner, lowered, raised
 from ..arithmetic.score import FLOAT_BITS, DotProduct, Factor, ScorePipe
 from ..arithmetic.softcap import Softcap
 from ..arithmetic.weight import Weight, WeightPipe
@@ -20,6 +21,12 @@ WEIGHT_SLOTS = 64
 """Rows whose K may come ahead of their V: enough to hide the way from the last K line to the weight."""
 SCORE_QUEUE_ROWS = 32
 """Rows whose dot products wait for a score pipe, and those on their way there."""
+
+
+OWN_BITS = MAX_QUERY_ROWS.bit_length()
+"""Bits of a query row's number in its job."""
+MASK_SHIFT = 5
+"""log2 of the bits of a word of a tree's masks."""
 
 
 def opening(queries):
@@ -39,6 +46,8 @@ class Sight(data.Struct):
     causal: 1  # none after its own
     window: 24  # none so many before its own, zero for no such limit
     kept: 24  # but the first so many of the context
+    tree: 1  # the rows from `own_row` on have positions of their own, and masks say who sees them
+    own_row: ROW_BITS
 
 
 def query_parameters(queries):
@@ -49,7 +58,23 @@ def query_parameters(queries):
             "number": range(PASSES),
             "query": range(queries),
             "position": signed(POSITION_BITS),  # of its row
+            "slot": range(queries),  # its row's number in the pass
             "slope": Factor,
+        }
+    )
+
+
+def tree_word(queries):
+    """A word of a tree: the position of a query row of the job, or 32 bits of the mask of one of the pass."""
+    return data.StructLayout(
+        {
+            "number": range(PASSES),
+            "is_position": 1,
+            "index": OWN_BITS,  # of the job's query row
+            "is_mask": 1,
+            "slot": range(queries),  # of the pass's query row
+            "word": OWN_BITS - MASK_SHIFT,
+            "data": 1 << MASK_SHIFT,
         }
     )
 
@@ -78,7 +103,7 @@ class Scoring(wiring.Component):
     reads : In(stream) : denominators to read; a read sees what came before it.
     factors, capped, caps : In : score factors of the passes; whether they have softcaps, and these.
     sights, biased : In : which rows their queries see; whether scores have a bias.
-    parameters : In : parameters of a query, kept from the next cycle on.
+    parameters, tree : In : parameters of a query, a word of a tree, kept from the next cycle on.
     blocks : In(stream) : rows that come, in their order; taken while the last of them is.
     counts : In : query heads of the passes.
     slot : In : which row's weights to show; rows take slots in turn.
@@ -111,6 +136,7 @@ class Scoring(wiring.Component):
                 "sights": In(data.ArrayLayout(Sight, PASSES)),
                 "biased": In(PASSES),
                 "parameters": In(query_parameters(queries)),
+                "tree": In(tree_word(queries)),
                 "blocks": In(stream.Signature(RowBlock)),
                 "counts": In(data.ArrayLayout(queries.bit_length(), PASSES)),
                 "slot": In(range(WEIGHT_SLOTS)),
@@ -207,10 +233,13 @@ class Scoring(wiring.Component):
         at_limb, at_read = at[self.read_cycles - 1], at[self.read_cycles]
 
         index_bits = len(operation.index)
-        parameter_shape = data.StructLayout({"position": signed(POSITION_BITS), "slope": Factor})
+        parameter_shape = data.StructLayout(
+            {"position": signed(POSITION_BITS), "slot": range(self.queries), "slope": Factor}
+        )
         # a distance goes into the bias so early that the score meets it
         distance_cycles = self.biased_cycles - Bias.latency_cycles
         at_parameters, at_distance = at[distance_cycles - 1], at[distance_cycles]
+        is_own, own_index, held = self._own_row(m, at, distance_cycles)
         biased, sight = Signal(), Signal(Sight)
         m.d.comb += [
             biased.eq(self.biased.bit_select(at_distance.number, 1)),
@@ -262,6 +291,7 @@ class Scoring(wiring.Component):
                 write.addr.eq(Cat(self.parameters.number, own_query[:index_bits])),
                 write.data.position.eq(self.parameters.position),
                 write.data.slope.eq(self.parameters.slope),
+                write.data.slot.eq(self.parameters.slot),
                 write.en.eq(
                     self.parameters.valid
                     & (self.parameters.query >= own.start)
@@ -271,8 +301,9 @@ class Scoring(wiring.Component):
             ]
             m.d.sync += parameters.eq(read.data)
             distance = Signal(signed(DISTANCE_BITS), name=f"distance_{pipe}")
-            m.d.comb += distance.eq(at_distance.position - parameters.position)
-            hidden = _hidden(m, distance, at_distance, sight)
+            m.d.comb += distance.eq(held - parameters.position)
+            unmasked = self._unmasked(m, pipe, at_distance.number, parameters.slot, own_index)
+            hidden = _hidden(m, distance, at_distance, sight, is_own & ~unmasked)
             m.d.comb += [
                 score.dot.eq(dot),
                 score.factor.eq(factor),
@@ -321,9 +352,7 @@ class Scoring(wiring.Component):
                 sums.add.eq(at_weight.row | at_weight.open),
                 sums.first.eq(at_weight.open),
                 sums.address.eq(Cat(at_weight.number, at_weight.index)),
-                sums.top.eq(
-                    Mux(weight.significand[-1], weight.exponent >> OFFSET_BITS, empty_top(HELD_TOP_BITS))
-                ),
+                sums.top.eq(Mux(weight.significand[-1], raised(weight.exponent >> OFFSET_BITS), 0)),
                 aligner.significand.eq(significand),
                 aligner.offset.eq(offset),
                 aligner.select.eq(sums.select),
@@ -361,29 +390,69 @@ class Scoring(wiring.Component):
         top = selected(at_weight, tops, limb_cycles + 1)
         m.d.comb += [
             self.denominator_valid.eq(at_read.read),
-            self.denominator.some.eq(top != empty_top(HELD_TOP_BITS)),
-            self.denominator.top.eq(top),
+            self.denominator.some.eq(top.any()),
+            self.denominator.top.eq(lowered(top)),
             self.denominator.high.eq(selected(at_limb, highs, 1)),
             self.denominator.low.eq(selected(at_limb, lows, 1)),
             self.query_nan.eq(selected(at_weight, nans, limb_cycles + 1)),
         ]
         return m
 
+    def _own_row(self, m, at, cycles):
+        """Of the row of `cycles` ago: whether it is a query row's own in a tree, whose, and its position."""
+        m.submodules.positions = stored = memory.Memory(shape=ROW_BITS, depth=PASSES << OWN_BITS, init=[])
+        read, write = stored.read_port(domain="comb"), stored.write_port()
+        at_first, at_second = at[cycles - 2], at[cycles - 1]
+        sight, index = Signal(Sight), Signal(signed(ROW_BITS + 1))
+        own, own_index = Signal(reset_less=True), Signal(OWN_BITS, reset_less=True)
+        is_own, number, held = Signal(), Signal(OWN_BITS), Signal(ROW_BITS)
+        m.d.comb += [
+            sight.eq(chosen(self.sights, at_first.number)),
+            index.eq(at_first.position - sight.own_row),
+            write.addr.eq(Cat(self.tree.index, self.tree.number)),
+            write.data.eq(self.tree.data),
+            write.en.eq(self.tree.is_position),
+            read.addr.eq(Cat(own_index, at_second.number)),
+        ]
+        m.d.sync += [
+            own.eq(sight.tree & (index >= 0)),
+            own_index.eq(index),
+            is_own.eq(own),
+            number.eq(own_index),
+            held.eq(Mux(own, read.data, at_second.position)),
+        ]
+        return is_own, number, held
 
-def _hidden(m, distance, operation, sight):
+    def _unmasked(self, m, pipe, number, slot, own_index):
+        """Whether the mask of a query row of the pass shows a query row's own row."""
+        m.submodules[f"masks_{pipe}"] = stored = memory.Memory(
+            shape=1 << MASK_SHIFT, depth=(PASSES * self.queries) << (OWN_BITS - MASK_SHIFT), init=[]
+        )
+        read, write = stored.read_port(domain="comb"), stored.write_port()
+        m.d.comb += [
+            write.addr.eq(Cat(self.tree.word, self.tree.slot, self.tree.number)),
+            write.data.eq(self.tree.data),
+            write.en.eq(self.tree.is_mask),
+            read.addr.eq(Cat(own_index[MASK_SHIFT:], slot, number)),
+        ]
+        return read.data.bit_select(own_index[:MASK_SHIFT], 1)
+
+
+def _hidden(m, distance, operation, sight, masked):
     """Whether a row is not seen, `Bias.latency_cycles` after its distance."""
     after = Signal(reset_less=True)
     before = Signal(signed(DISTANCE_BITS), reset_less=True)
-    kept, causal, windowed = (Signal(reset_less=True) for _ in range(3))
+    kept, causal, windowed, apart = (Signal(reset_less=True) for _ in range(4))
     m.d.sync += [
         after.eq(distance > 0),
         before.eq(distance + sight.window),
         kept.eq(operation.position < sight.kept),
         causal.eq(operation.row & sight.causal),
         windowed.eq(operation.row & sight.window.any()),
+        apart.eq(operation.row & masked),
     ]
     hidden = Signal(reset_less=True)
-    m.d.sync += hidden.eq((causal & after) | (windowed & (before <= 0) & ~kept))
+    m.d.sync += hidden.eq(apart | (causal & after) | (windowed & (before <= 0) & ~kept))
     return later(m, hidden, Bias.latency_cycles - 2)
 
 

@@ -139,6 +139,7 @@ class AttentionUnit(wiring.Component):
             array.scale_kind.eq(issue.scale_kind),
             array.weights.eq(scoring.weights),
             scoring.parameters.eq(loader.parameters),
+            scoring.tree.eq(loader.tree),
             scoring.slot.eq(issue.slot),
             scoring.row_valid.eq(array.row_valid),
             scoring.row.eq(array.row),

@@ -19,6 +19,8 @@ from ..abi.descriptor import (
     OPTION_CAUSAL,
     OPTION_CODEBOOK,
     OPTION_LATENT,
+    OPTION_RANGES,
+    OPTION_TREE,
     Opcode,
     Status,
 )
@@ -39,8 +41,8 @@ from ..interfaces import LINE_ADDRESS_BITS
 from ..structs import layout_of
 from .records import Checked, Posted, WalkRead
 
-_OPTIONS = (OPTION_CAUSAL, OPTION_LATENT, OPTION_ALIBI, OPTION_CODEBOOK)
-_CAUSAL, _LATENT, _ALIBI, _CODEBOOK = (option.bit_length() - 1 for option in _OPTIONS)
+_OPTIONS = (OPTION_CAUSAL, OPTION_TREE, OPTION_LATENT, OPTION_ALIBI, OPTION_RANGES, OPTION_CODEBOOK)
+_CAUSAL, _TREE, _LATENT, _ALIBI, _RANGES, _CODEBOOK = (option.bit_length() - 1 for option in _OPTIONS)
 _LUT_SCALES = [SCALE_FORMATS[name] for name in LUT_SCALES]
 _EXPONENT = slice(23, 31)  # of a float32
 
@@ -144,7 +146,8 @@ class Check(wiring.Component):
         for name in ("table", "queries", "result", "sinks"):
             m.d.comb += job[f"{name}_line"].eq(attend[name] >> LINE_SHIFT)
         for name in (
-            *("row_begin", "row_end", "score_factor", "head_dim", "value_dim", "group", "query_rows"),
+            *("row_begin", "row_end", "score_factor", "output_scale"),
+            *("head_dim", "value_dim", "group", "query_rows"),
             "page_rows_log2",
             *("k_format", "v_format", "query_format", "kv_head"),
         ):
@@ -154,6 +157,11 @@ class Check(wiring.Component):
         m.d.comb += [
             job.position.eq(more.first_position),
             job.causal.eq(more.options[_CAUSAL] | more.window.any()),
+            job.ranges.eq(more.options[_RANGES]),
+            job.ranges_line.eq(more.ranges),
+            job.range_count.eq(more.range_count),
+            job.tree.eq(more.options[_TREE]),
+            job.tree_line.eq(more.tree),
             job.slopes.eq(more.options[_ALIBI]),
             job.slopes_line.eq(more.slopes),
             job.codebook.eq(more.options[_CODEBOOK]),
@@ -199,7 +207,7 @@ class Check(wiring.Component):
         """A flag that opcode or device has not, or a field without meaning that is not zero."""
         line = self.i.payload.line
         known = FLAG_SINKS | FLAG_EXTENDED
-        positioned = more.options[_CAUSAL] | more.options[_ALIBI] | more.window.any()
+        positioned = (more.options[_CAUSAL] | more.options[_ALIBI] | more.window.any()) & ~more.options[_TREE]
         allowed = (attend.opcode == Opcode.ATTEND) & ((attend.flags & ~known) == 0)
         reserved = (
             ((attend.opcode == Opcode.NOP) & (line & NOP.reserved_mask()).any())
@@ -208,12 +216,13 @@ class Check(wiring.Component):
                 (attend.opcode == Opcode.ATTEND)
                 & (
                     (line & ATTEND.reserved_mask()).any()
-                    | attend.output_scale.any()
                     | (more.as_value() & _EXTENSION_NOT_HAD).any()
                     | (~positioned & more.first_position.any())
                     | (~more.window.any() & more.kept.any())
                     | (~more.options[_ALIBI] & more.slopes.any())
                     | (~more.options[_CODEBOOK] & more.codebooks.any())
+                    | (~more.options[_RANGES] & Cat(more.ranges, more.range_count).any())
+                    | (~more.options[_TREE] & more.tree.any())
                     | (
                         more.options[_LATENT]
                         & Cat(attend.v_format, more.v_scale, more.v_block, more.v_pitch).any()
@@ -231,8 +240,10 @@ class Check(wiring.Component):
             | self._outside(attend.queries)
             | self._outside(attend.result)
             | (sinks & self._outside(attend.sinks))
-            | (more.slopes >> self.capacity_lines.bit_length() - 1).any()
-            | (more.codebooks >> self.capacity_lines.bit_length() - 1).any()
+            | Cat(
+                more[name] >> self.capacity_lines.bit_length() - 1
+                for name in ("slopes", "codebooks", "ranges", "tree")
+            ).any()
         )
 
     def _outside(self, address):
@@ -290,7 +301,10 @@ def _bad_pitch(pitch, dim, width):
 
 
 _ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
-_FIELDS_HAD = (*_ROW_FIELDS, "softcap", "window", "kept", "first_position", "slopes", "codebooks")
+_FIELDS_HAD = (
+    *(*_ROW_FIELDS, "softcap", "window", "kept", "first_position", "slopes", "codebooks"),
+    *("ranges", "range_count", "tree"),
+)
 _EXTENSION_NOT_HAD = ((1 << LINE_BITS) - 1) & ~(
     sum(((1 << EXTENSION[name].width) - 1) << EXTENSION.offset(name) for name in _FIELDS_HAD)
     | sum(_OPTIONS) << EXTENSION.offset("options")

@@ -44,12 +44,12 @@ class PageFeed(wiring.Component):
 
     Members
     -------
-    i : In(stream(PageWork)) : the passes.
-    runs : In(stream(Run)) : the lines with the entries of the same passes.
+    i : In(stream(PageWork)) : the work of the passes, each in one or more pieces.
+    runs : In(stream(Run)) : the lines with the entries of the same pieces.
     reads : Out(stream(WalkRead)), lines : In(stream(WalkLine)) : reads of these lines, answered in order.
     o : Out(stream(PageItem)).array(units) : pages, and at the end of every pass `last` for every unit.
-    outcomes : Out(stream(Outcome)) : one per pass: OK, DENIED or POISON of a line of entries, or BAD_PAGE
-        with the page.
+    outcomes : Out(stream(Outcome)) : one per pass: OK, DENIED or POISON of a line of entries, BAD_PAGE
+        with the page, or what the pass's last piece says.
 
     A pass ends with its first fault: no later page is streamed, no more lines are read than those under way
     and one more, and these are dropped. Whatever the table says of its length, a fault ends the walk in a
@@ -58,8 +58,8 @@ class PageFeed(wiring.Component):
     Lines are asked for half of `lines_ahead` at a time: their row is another one than those that stream, and
     several reads together keep it open no longer than one.
 
-    Latency is `latency_cycles` from line to page, throughput one entry per cycle with two cycles between
-    passes.
+    Latency is `latency_cycles` from line to page, throughput one entry per cycle with a cycle between pieces
+    and two between passes.
     """
 
     latency_cycles = 1 + Buffer.latency_cycles
@@ -98,7 +98,7 @@ class PageFeed(wiring.Component):
         failure = Signal(Outcome)  # of the pass whose tokens are placed
         failed = Signal()  # the pass that is walked
         dropping = Signal()
-        # The pass's: its pages' tokens have left when the next one is taken.
+        # Its pages' tokens have left when the next one is taken.
         work = Signal(PageWork, reset_less=True)
         last_within = Signal(signed(_EXTENT_LINES_SHIFT + 6), reset_less=True)  # where a page may start
         m.d.comb += failed.eq((failure.status != Status.OK) & ~(full & token.end))
@@ -143,11 +143,12 @@ class PageFeed(wiring.Component):
             m.d.sync += full.eq(0)
         with m.FSM():
             with m.State("START"):
-                m.d.comb += self.i.ready.eq(1)
+                m.d.comb += self.i.ready.eq(free)  # the last token of the work before has left
                 m.d.sync += [page.eq(self.i.payload.first_page), index.eq(self.i.payload.first_index)]
-                with m.If(self.i.valid):
-                    m.next = "WALK"
-                    with m.If(self.i.payload.empty):
+                with m.If(self.i.valid & free):
+                    with m.If(~self.i.payload.empty):
+                        m.next = "WALK"
+                    with m.Elif(self.i.payload.last):
                         m.next = "END"
             with m.State("WALK"):
                 within = page[:_ENTRIES_SHIFT]
@@ -168,11 +169,15 @@ class PageFeed(wiring.Component):
                         index.eq(index + work.page_rows),
                     ]
                     with m.If(is_last):
-                        m.next = "END"
+                        m.next = "START"
+                        with m.If(work.last):
+                            m.next = "END"
             with m.State("DROP"):
                 m.d.comb += [dropping.eq(1), self.lines.ready.eq(1)]
                 with m.If(self.lines.valid & line.last):
-                    m.next = "END"
+                    m.next = "START"
+                    with m.If(work.last):
+                        m.next = "END"
             with m.State("END"):
                 with m.If(free):
                     m.d.sync += [full.eq(1), token.end.eq(1)]
@@ -181,7 +186,7 @@ class PageFeed(wiring.Component):
     def _place(self, m, work, last_within, token, full, free, failure):
         """Checks an entry and sends its page to its unit.
 
-        A page's token leaves before the end of its pass arrives, so that `work` is of its pass.
+        The last token of a work leaves before the next one is taken, so that `work` is its own.
         """
         entry = token.entry
         item, to = Signal(PageItem), Signal(self.units)
@@ -245,6 +250,8 @@ class PageFeed(wiring.Component):
         with m.If(full & free):
             with m.If(token.end):
                 m.d.sync += [failure.eq(0), outcome.eq(failure), told.eq(0)]
+                with m.If(failure.status == Status.OK):
+                    m.d.sync += outcome.status.eq(work.status)
             with m.Elif((failure.status == Status.OK) & (status != Status.OK)):
                 m.d.sync += failure.status.eq(status)
                 with m.If(status == Status.BAD_PAGE):

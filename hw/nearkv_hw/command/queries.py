@@ -4,16 +4,20 @@ from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from ..abi.descriptor import Status
+from ..abi.descriptor import WORD_BYTES, Status
 from ..abi.lines import LINE_BITS
+from ..abi.numerics import POSITION_BITS
 from ..common.fork import Fork
 from ..interfaces import Fault, QueryLine, QueryLineKind
 from .records import QUERY_LINES_BITS, Outcome, QueryWork, Run, WalkLine
 
+_WORD_BITS = 8 * WORD_BYTES
 _PARTS = (  # in their order: kind, where its first line is, how many there are
     (QueryLineKind.QUERY, "line", lambda work: work.lines),
     (QueryLineKind.CODEBOOK, "codebook_line", lambda work: work.codebook),
     (QueryLineKind.SLOPES, "slopes_line", lambda work: Mux(work.slopes, work.list_lines, 0)),
+    (QueryLineKind.POSITIONS, "tree_line", lambda work: Mux(work.tree, work.position_lines, 0)),
+    (QueryLineKind.MASKS, "masks_line", lambda work: Mux(work.tree, work.mask_lines, 0)),
     (QueryLineKind.SINKS, "sinks_line", lambda work: Mux(work.sinks, work.list_lines, 0)),
 )
 
@@ -54,7 +58,7 @@ class QueryRuns(wiring.Component):
 
 
 class QueryFeed(wiring.Component):
-    """Hands every unit the query lines, codebook and slopes of each pass, and the first unit the sinks.
+    """Hands every unit the query lines and lists of each pass, and only the first unit the sinks.
 
     Parameters
     ----------
@@ -65,7 +69,8 @@ class QueryFeed(wiring.Component):
     i : In(stream(QueryWork)) : the passes.
     lines : In(stream(WalkLine)) : their lines, in order.
     o : Out(stream(QueryLine)).array(units)
-    outcomes : Out(stream(Outcome)) : one per pass: OK, DENIED or POISON; lines at fault are handed on too.
+    outcomes : Out(stream(Outcome)) : one per pass: OK, DENIED, POISON, or BAD_LIST for a slope that is NaN or
+        infinite or a position of 2^23 or more; lines at fault are handed on too.
 
     Latency is 1 cycle, throughput one line per cycle with two cycles between passes.
     """
@@ -91,7 +96,9 @@ class QueryFeed(wiring.Component):
         m.submodules.fork = fork = Fork(shape=shape, outputs=self.units)
         left = [Signal(QUERY_LINES_BITS, name=f"left_{kind.name}") for kind, _, _ in _PARTS]
         streaming = Signal()
-        status = Signal(Status)
+        status, line_fault = Signal(Status), Signal(Status)
+        words_left = Signal(8)  # of the list under way
+        group, query_rows = Signal(8), Signal(8)  # words of either list that are still to come
         item = fork.i.payload.payload
 
         for n, (out, line) in enumerate(zip(self.o, fork.o, strict=True)):
@@ -121,10 +128,26 @@ class QueryFeed(wiring.Component):
             with m.If(some[number]):
                 m.d.comb += item.kind.eq(kind)
 
+        words = [self.lines.payload.data.word_select(n, _WORD_BITS) for n in range(LINE_BITS // _WORD_BITS)]
+        bad_words = [
+            (n < words_left)
+            & Mux(item.kind == QueryLineKind.SLOPES, word[23:31].all(), word[POSITION_BITS:].any())
+            for n, word in enumerate(words)
+        ]
+        listed = (item.kind == QueryLineKind.SLOPES) | (item.kind == QueryLineKind.POSITIONS)
+        m.d.comb += [
+            words_left.eq(Mux(item.kind == QueryLineKind.SLOPES, group, query_rows)),
+            line_fault.eq(line_status(self.lines.payload.fault)),
+        ]
+        with m.If((self.lines.payload.fault == Fault.NONE) & listed & Cat(bad_words).any()):
+            m.d.comb += line_fault.eq(Status.BAD_LIST)
+
         with m.FSM():
             with m.State("START"):
                 m.d.comb += self.i.ready.eq(1)
                 m.d.sync += [
+                    group.eq(self.i.payload.group),
+                    query_rows.eq(self.i.payload.query_rows),
                     *(count.eq(of(self.i.payload)) for count, (_, _, of) in zip(left, _PARTS, strict=True)),
                     streaming.eq(self.i.valid),
                     status.eq(Status.OK),
@@ -134,7 +157,11 @@ class QueryFeed(wiring.Component):
             with m.State("STREAM"):
                 with m.If(self.lines.valid & self.lines.ready):
                     with m.If(status == Status.OK):
-                        m.d.sync += status.eq(line_status(self.lines.payload.fault))
+                        m.d.sync += status.eq(line_fault)
+                    with m.If(item.kind == QueryLineKind.SLOPES):
+                        m.d.sync += group.eq(group - len(words))
+                    with m.If(item.kind == QueryLineKind.POSITIONS):
+                        m.d.sync += query_rows.eq(query_rows - len(words))
                     for number, count in enumerate(left):
                         with m.If(item.kind == _PARTS[number][0]):
                             m.d.sync += count.eq(count - 1)

@@ -8,9 +8,17 @@ from amaranth.hdl import signed
 from amaranth.lib import data
 
 from ..abi.config import QUERY_CHOICES
-from ..abi.descriptor import CLAIM, MAX_LARGE_DIM, MAX_PAGE_ROWS_LOG2, Status
+from ..abi.descriptor import (
+    CLAIM,
+    MAX_LARGE_DIM,
+    MAX_PAGE_ROWS_LOG2,
+    MAX_QUERY_ROWS,
+    TREE_ROW_BYTES,
+    WORD_BYTES,
+    Status,
+)
 from ..abi.formats import OutputForm
-from ..abi.lines import LINE_BITS, lines_of
+from ..abi.lines import LINE_BITS, LINE_BYTES, lines_of
 from ..abi.memory import ResultLayout
 from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, POSITION_BITS, ROW_BITS, TENANT_BITS, Fault
 
@@ -28,6 +36,10 @@ PAGE_LINE_BITS = ROW_LINES_BITS + MAX_PAGE_ROWS_LOG2 + 2
 """Lines of a page, as a descriptor may ask for: K and V, and as many scales."""
 LIST_LINES_BITS = 4
 """Lines of a list with a float32 for each of at most `MAX_GROUP` query heads."""
+POSITION_LINES_BITS = lines_of(MAX_QUERY_ROWS * WORD_BYTES).bit_length()
+"""Lines of the positions of a tree."""
+MASK_LINES_BITS = (max(QUERY_CHOICES) * TREE_ROW_BYTES // LINE_BYTES + 1).bit_length()
+"""Lines with the masks of a pass's query rows."""
 EXTENT_BITS = CLAIM["first_extent"].width
 RUN_BITS = 19
 """Lines of a run of reads: a page table of 2^21 entries has 2^18 lines."""
@@ -59,6 +71,11 @@ class Job(data.Struct):
     causal: 1
     window: 24
     kept: 24
+    ranges: 1  # a list says which rows of the job's are seen
+    ranges_line: LINE_ADDRESS_BITS
+    range_count: 16
+    tree: 1
+    tree_line: LINE_ADDRESS_BITS
     score_factor: 32
     softcap: 32
     head_dim: 10
@@ -76,6 +93,7 @@ class Job(data.Struct):
     v_pitch: 2
     query_format: 2
     form: OutputForm
+    output_scale: 32
     kv_head: 11
     sinks: 1
     slopes: 1
@@ -113,23 +131,67 @@ class Checked(data.Struct):
     claim: Claim
 
 
-class PageWork(data.Struct):
-    """How the entries of a pass become page items. Offsets are lines from the page's first."""
+class RowLines(data.Struct):
+    """How the codes and scales of K or V rows lie in lines."""
 
-    empty: 1  # no row is visible
-    first_page: PAGE_BITS
-    last_page: PAGE_BITS
-    first_begin: 14  # first visible row of the first page
-    last_end: 14  # the row after the last visible one of the last page
-    page_rows: 14
+    lines: ROW_LINES_BITS  # of a row's codes
+    pitch: 2  # log2 of the rows that share a line
+    shift: 3  # log2 of the bytes of a row's scales
+
+
+class PageLines(data.Struct):
+    """How a page lies in lines. Offsets are lines from the page's first."""
+
+    page_rows_log2: 4
     page_lines: PAGE_LINE_BITS
-    first_index: ROW_BITS  # first row of the first page, in the context
+    k: RowLines
+    v: RowLines
     k_scales: PAGE_LINE_BITS  # scales of a page's first K row, where rows have scales
     v_offset: PAGE_LINE_BITS  # first V row of a page
     v_scales: PAGE_LINE_BITS
-    k_first: PAGE_LINE_BITS  # first visible K row of the first page
+
+
+class RangeWork(data.Struct):
+    """The rows that a pass reads: of a list, or else from `begin` to `end`.
+
+    Of these rows count those before `kept_end`, and those from `tail_begin` (no less) to `tail_end`.
+    """
+
+    tenant: TENANT_BITS
+    listed: 1
+    list_line: LINE_ADDRESS_BITS
+    count: 16  # ranges in the list
+    begin: ROW_BITS
+    end: ROW_BITS
+    kept_end: ROW_BITS
+    tail_begin: ROW_BITS
+    tail_end: ROW_BITS
+    entry_line: LINE_ADDRESS_BITS  # with the entry of the context's first page
+    pages: PageLines
+
+
+class PageWork(data.Struct):
+    """Consecutive rows of a pass, and how the entries of their pages become page items.
+
+    Offsets are lines from a page's first.
+    """
+
+    empty: 1  # no rows
+    last: 1  # of the pass
+    status: Status  # why the pass ends early; such work is empty and the last
+    first_page: PAGE_BITS
+    last_page: PAGE_BITS
+    first_begin: 14  # first row, in the first page
+    last_end: 14  # the row after the last one, in the last page
+    page_rows: 14
+    page_lines: PAGE_LINE_BITS
+    first_index: ROW_BITS  # first row of the first page, in the context
+    k_scales: PAGE_LINE_BITS
+    v_offset: PAGE_LINE_BITS
+    v_scales: PAGE_LINE_BITS
+    k_first: PAGE_LINE_BITS  # the first row, in the first page
     k_scales_first: PAGE_LINE_BITS
-    v_first: PAGE_LINE_BITS  # first visible V row of the first page
+    v_first: PAGE_LINE_BITS
     v_scales_first: PAGE_LINE_BITS
 
 
@@ -142,7 +204,9 @@ class Plan(data.Struct):
     sinks_line: LINE_ADDRESS_BITS
     slopes_line: LINE_ADDRESS_BITS
     codebook_line: LINE_ADDRESS_BITS
-    entry_base: LINE_ADDRESS_BITS + 1  # the line with the first page's entry, were it of KV head 0
+    tree_line: LINE_ADDRESS_BITS
+    ranges_line: LINE_ADDRESS_BITS
+    table_line: LINE_ADDRESS_BITS
     entry_lines: 30  # lines of one head's entries; known once the table's header is
     kv_head: 11
     score_factor: 32
@@ -154,6 +218,12 @@ class Plan(data.Struct):
     causal: 1
     window: 24
     kept: 24
+    tree: 1
+    ranges: 1
+    range_count: 16
+    row_begin: ROW_BITS
+    row_end: ROW_BITS
+    query_rows: 8
     queries: QUERIES_BITS  # of all query rows
     query_lines: ROW_LINES_BITS  # lines of a query
     result_lines: RESULT_LINES_BITS  # lines of one query head's result
@@ -167,11 +237,12 @@ class Plan(data.Struct):
     v_pitch: 2
     query_format: 2
     form: OutputForm
+    output_scale: 32
     sinks: 1
     slopes: 1
     codebook: 1
     latent: 1
-    work: PageWork
+    pages: PageLines
 
 
 class Planned(data.Struct):
@@ -220,9 +291,16 @@ class QueryWork(data.Struct):
     lines: QUERY_LINES_BITS
     codebook: 1
     codebook_line: LINE_ADDRESS_BITS
-    list_lines: LIST_LINES_BITS  # lines of each list
+    group: 8
+    list_lines: LIST_LINES_BITS  # lines of each list with something for each query head
     slopes: 1
     slopes_line: LINE_ADDRESS_BITS
+    query_rows: 8
+    tree: 1
+    tree_line: LINE_ADDRESS_BITS  # positions of the query rows
+    position_lines: POSITION_LINES_BITS
+    masks_line: LINE_ADDRESS_BITS  # with the mask of the pass's first query row
+    mask_lines: MASK_LINES_BITS
     sinks: 1
     sinks_line: LINE_ADDRESS_BITS
 

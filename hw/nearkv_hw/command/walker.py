@@ -16,13 +16,15 @@ from .pages import PageFeed
 from .passes import PASS, Passes
 from .plan import Planner
 from .queries import QueryFeed, QueryRuns
+from .ranges import Ranges
 from .reader import LineReader, RunIssue
 from .records import Outcome, Posted, Ticket
 
-ENTRIES, HEADERS, QUERIES = range(3)
+ENTRIES, HEADERS, RANGES, QUERIES = range(4)
 """Clients of the walker's reader; the first goes first."""
-READER_DEPTHS = (16, 4, 16)
-"""Lines that each may have under way: of 128 pages, headers of the next jobs, the queries of a pass."""
+READER_DEPTHS = (16, 4, 4, 16)
+"""Lines that each may have under way: of 128 pages, headers of the next jobs, 32 ranges, the queries of a
+pass."""
 TABLE_LINES = 128
 """Lines of page tables on chip: all of a small model's decode step; of long contexts, what came last."""
 PASSES_AHEAD = 4
@@ -42,7 +44,7 @@ class Walker(wiring.Component):
     Members
     -------
     descriptors : In(stream(Posted)) : descriptors, of all tenants.
-    fabric : Out(FabricPort) : reads of headers, page tables, queries and sinks.
+    fabric : Out(FabricPort) : reads of headers, page tables, queries and lists.
     owners : Out(OwnerPort).array(slices) : the slices' owner tables, for claims.
     jobs, queries, pages : Out(stream(UnitJob | QueryLine | PageItem)).array(units) : for each unit.
     results : Out(stream(ResultJob)) : for the results side.
@@ -70,6 +72,7 @@ class Walker(wiring.Component):
         + Passes.latency_cycles
         + Fork.latency_cycles
         + Buffer.latency_cycles
+        + Ranges.latency_cycles
         + RunIssue.latency_cycles
         + LineReader.hit_latency_cycles
         + PageFeed.latency_cycles
@@ -133,7 +136,7 @@ class Walker(wiring.Component):
         config = self.config
         m.submodules.passes = passes = Passes(queries=config.queries)
         m.submodules.reader = reader = LineReader(
-            depths=READER_DEPTHS, cached=QUERIES, lines=TABLE_LINES, snoops=config.slices
+            depths=READER_DEPTHS, cached=RANGES, lines=TABLE_LINES, snoops=config.slices
         )
         m.submodules.query_feed = query_feed = QueryFeed(units=config.units)
         m.submodules.page_feed = page_feed = PageFeed(
@@ -144,7 +147,12 @@ class Walker(wiring.Component):
         )
         m.submodules.query_runs = query_runs = QueryRuns()
         m.submodules.query_issue = query_issue = RunIssue()
+        m.submodules.ranges = ranges = Ranges()
         wiring.connect(m, query_runs.o, query_issue.i)
+        wiring.connect(m, ranges.reads, reader.request[RANGES])
+        wiring.connect(m, reader.response[RANGES], ranges.lines)
+        wiring.connect(m, ranges.runs, page_feed.runs)
+        wiring.connect(m, ranges.o, page_feed.i)
         wiring.connect(m, check.tables, reader.request[HEADERS])
         wiring.connect(m, reader.response[HEADERS], admit.tables)
         wiring.connect(m, admit.jobs, passes.i)
@@ -159,22 +167,21 @@ class Walker(wiring.Component):
             self.table_hits.eq(reader.table_hits),
             self.table_misses.eq(reader.table_misses),
         ]
-        self._hand_out(m, passes.o, query_runs, query_feed, page_feed)
+        self._hand_out(m, passes.o, query_runs, query_feed, ranges)
         for n in range(config.units):
             wiring.connect(m, query_feed.o[n], wiring.flipped(self.queries[n]))
             wiring.connect(m, page_feed.o[n], wiring.flipped(self.pages[n]))
         self._queued(m, query_feed.outcomes, wiring.flipped(self.query_outcomes))
         self._queued(m, page_feed.outcomes, wiring.flipped(self.page_outcomes))
 
-    def _hand_out(self, m, passes, query_runs, query_feed, page_feed):
+    def _hand_out(self, m, passes, query_runs, query_feed, ranges):
         """Every pass goes to all that have a part in it, each with a queue of its own."""
         parts = [
             *(("unit", wiring.flipped(jobs)) for jobs in self.jobs),
             ("result", wiring.flipped(self.results)),
             ("query_work", query_runs.i),
             ("query_work", query_feed.i),
-            ("entry_run", page_feed.runs),
-            ("page_work", page_feed.i),
+            ("range_work", ranges.i),
         ]
         m.submodules.fork = fork = Fork(
             shape=PASS, outputs=len(parts), interval_cycles=Passes.interval_cycles

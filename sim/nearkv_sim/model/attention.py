@@ -24,7 +24,7 @@ from .finishing import finish
 from .job import FORMATS, Job, Shape
 from .lists import distances, sees
 from .memory import LineIndices, Memory
-from .walker import sink_lines
+from .walker import list_lines
 
 BLOCK_TERMS = 1 << 17
 """Terms that are worked at once: what bounds memory, and fits a core's cache."""
@@ -205,7 +205,7 @@ def _sinks(group: int, jobs: Sequence[Job], memory: Memory) -> Tensor:
     sinks = np.full((len(jobs), group), NO_SINK, dtype=np.int64)
     for index, job in enumerate(jobs):
         if job.sink_line is not None:
-            lines = memory.lines[job.sink_line : job.sink_line + sink_lines(group)]
+            lines = memory.lines[job.sink_line : job.sink_line + list_lines(group)]
             sinks[index] = lines.view("<u4").reshape(-1)[:group]
     return torch.from_numpy(sinks)
 

@@ -23,7 +23,7 @@ from .native import Native
 from .plain import Kind, Plain, PlainJobs
 from .segments import Segments, lines_of, segments, spoilt
 from .selection import candidates, select, selected_lines
-from .walker import Walk, admit, read_queries, walk
+from .walker import admit, read_queries, walk
 from .window import CommandWindow
 
 _TIMES_KEPT = 4096
@@ -144,9 +144,10 @@ class Engine:
         job = check(fields, tenant, self._config, self._features, extension)
         passes = timing.passes_of(self._config, job.shape.queries)
         entries = admit(job, self.memory)
-        needed = None
+        needed = list_fault = None
         if job.asked is not None:
-            job = replace(job, seen=see(job, job.asked, self.memory))
+            seen, list_fault = see(job, job.asked, self.memory)
+            job = replace(job, seen=seen)
             if job.rows:
                 needed = np.zeros((job.row_end - 1 >> job.page_rows_log2) + 1 - job.first_page, np.bool_)
                 needed[segments(job).pages - job.first_page] = True
@@ -154,8 +155,10 @@ class Engine:
         found = walk(job, entries, self.memory, needed)
         if job.asked is not None and job.asked.select_pages:
             assert job.seen is not None
-            if queries[0] is not Status.OK or found.fault:
-                raise found.fault or Refusal(queries[0])
+            if queries[0] is not Status.OK:
+                raise Refusal(queries[0])
+            if fault := found.fault or list_fault:
+                raise fault
             before = candidates(job, job.asked, job.seen)
             job, chosen = select(job, job.asked, job.seen, found.pages, self.memory)
             batch.selected[index] = selected_lines(chosen)
@@ -164,7 +167,7 @@ class Engine:
         parts = parts.where(parts.pages < job.first_page + len(found.pages))
         first_lines = found.pages[parts.pages - job.first_page]
         self._stream(batch, index, job, passes, parts, first_lines)
-        fault = self._first_fault(job, passes, queries, found, parts, first_lines)
+        fault = self._first_fault(job, passes, queries, found.fault or list_fault, parts, first_lines)
         if fault:
             raise fault
         batch.good[index] = job, found.pages
@@ -174,14 +177,14 @@ class Engine:
         job: Job,
         passes: list[int],
         queries: list[Status],
-        found: Walk,
+        walk_fault: Refusal | None,
         parts: Segments,
         first_lines: LineIndices,
     ) -> Refusal | None:
-        """Pass by pass: its queries and sinks, its pages, its page-table entries, and then its results.
+        """Pass by pass: its queries and their lists, its pages, its ranges and entries, and then its results.
 
-        The pages are those before the first entry at fault, so that the lowest page at fault is told. Entries
-        and pages are the same for every pass. A result that cannot be written is found when it is
+        The pages are those before the first range or entry at fault, so that the lowest page at fault is
+        told; all are the same for every pass. A result that cannot be written is found when it is
         written, unless the queries of a later pass cannot be read.
         """
         if queries[0] is not Status.OK:
@@ -194,8 +197,8 @@ class Engine:
             first = int(faults[0])
             status = Status.POISON if allowed[first] else Status.PAGE_DENIED
             return Refusal(status, int(parts.pages[first]))
-        if found.fault:
-            return found.fault
+        if walk_fault:
+            return walk_fault
         bad = next((n for n, status in enumerate(queries) if status is not Status.OK), None)
         if bad is None:
             return None

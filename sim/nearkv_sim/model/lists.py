@@ -18,89 +18,95 @@ _BEYOND = 1 << 40
 """A row that no context has."""
 
 
-def see(job: Job, asked: Asked, memory: Memory) -> Seen:
-    """Read the lists of a job.
+def see(job: Job, asked: Asked, memory: Memory) -> tuple[Seen, Refusal | None]:
+    """Read the lists of a job; the second is what ended its list of ranges early.
 
-    Raises
-    ------
-    Refusal : for lines that the tenant does not own or that are lost, and for what a list may not hold.
+    Lists that belong to queries are read here whatever becomes of them; `walker.read_queries` judges them.
     """
     shape = job.shape
     rows = shape.query_rows
 
     def read(line: int, size_bytes: int) -> npt.NDArray[np.uint8]:
         lines = line + np.arange(lines_of(size_bytes))
-        data, allowed = memory.read(lines, job.tenant)
-        if not allowed.all():
-            raise Refusal(Status.DENIED)
-        if memory.poisoned(lines).any():
-            raise Refusal(Status.POISON)
+        data = np.zeros((len(lines), LINE_BYTES), np.uint8)
+        allowed = memory.allowed(lines, job.tenant)
+        data[allowed] = memory.lines[lines[allowed]]
         return data.reshape(-1)[:size_bytes]
 
-    pairs = np.array([[job.row_begin, job.row_end]], dtype=np.int64)
+    pairs, fault = np.array([[job.row_begin, job.row_end]][: job.rows], np.int64).reshape(-1, 2), None
     if asked.ranges >= 0:
-        raw = read(asked.ranges, asked.range_count * _RANGE_BYTES)
-        pairs = raw.view("<u4").reshape(-1, 2).astype(np.int64)
+        pairs, fault = _ranges(job, asked, memory)
     positions = asked.first_position + np.arange(rows, dtype=np.int64)
     own_rows, tree, slopes, codebooks = _BEYOND, None, None, None
     if asked.tree >= 0:
-        position_bytes = lines_of(rows * WORD_BYTES) * LINE_BYTES
-        raw = read(asked.tree, position_bytes + rows * TREE_ROW_BYTES)
+        raw = read(asked.tree, position_lines(rows) * LINE_BYTES + rows * TREE_ROW_BYTES)
         positions = raw[: rows * WORD_BYTES].view("<u4").astype(np.int64)
-        tree = raw[position_bytes:].reshape(rows, TREE_ROW_BYTES)
+        tree = raw[position_lines(rows) * LINE_BYTES :].reshape(rows, TREE_ROW_BYTES)
         own_rows = job.row_end - rows
     if asked.slopes >= 0:
         slopes = read(asked.slopes, shape.group * WORD_BYTES).view("<u4").astype(np.int64)
     if asked.codebooks >= 0:
         codebooks = read(asked.codebooks, 2 * 2 * LUT_ENTRIES).view("<u2").reshape(2, LUT_ENTRIES)
-    _check(job, asked, pairs, positions, slopes)
-    runs = pairs[pairs[:, 0] < pairs[:, 1]]
-    found = Seen(runs, positions, own_rows, tree, slopes, codebooks)
-    return Seen(near(runs, found, asked), positions, own_rows, tree, slopes, codebooks)
+    runs = pairs if asked.tree >= 0 else near(pairs, positions, asked)
+    return Seen(runs, positions, own_rows, tree, slopes, codebooks), fault
 
 
-def _check(
-    job: Job,
-    asked: Asked,
-    pairs: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
-    slopes: npt.NDArray[np.int64] | None,
-) -> None:
-    if asked.ranges >= 0:
-        flat = pairs.reshape(-1)
-        empty = (pairs[:, 0] >= pairs[:, 1]).any() or (pairs[1:, 0] < pairs[:-1, 1]).any()
-        if len(flat) and (empty or flat[0] < job.row_begin or flat[-1] > job.row_end):
-            raise Refusal(Status.BAD_LIST)
-    if asked.tree >= 0 and (positions >= 1 << POSITION_BITS).any():
-        raise Refusal(Status.BAD_LIST)
-    if slopes is not None and (slopes >> 23 & 0xFF == 0xFF).any():
-        raise Refusal(Status.BAD_LIST)
+def position_lines(query_rows: int) -> int:
+    """Lines of the positions of a tree."""
+    return lines_of(query_rows * WORD_BYTES)
 
 
-def near(runs: npt.NDArray[np.int64], seen: Seen, asked: Asked) -> npt.NDArray[np.int64]:
-    """Of runs of rows, what some query row may see by causality and window; rows of a tree all stay."""
+def bad_words(seen: Seen, asked: Asked) -> list[int]:
+    """The lines with a slope that is no number or a position that is too large."""
+    found = []
+    for line, words in (
+        (asked.slopes, None if seen.slopes is None else seen.slopes >> 23 & 0xFF == 0xFF),
+        (asked.tree, None if seen.tree is None else seen.positions >= 1 << POSITION_BITS),
+    ):
+        if words is not None:
+            found += (line + np.unique(np.flatnonzero(words) // (LINE_BYTES // WORD_BYTES))).tolist()
+    return found
+
+
+def _ranges(job: Job, asked: Asked, memory: Memory) -> tuple[npt.NDArray[np.int64], Refusal | None]:
+    """The ranges before the first that is at fault, and that fault."""
+    lines = asked.ranges + np.arange(lines_of(asked.range_count * _RANGE_BYTES))
+    data, allowed = memory.read(lines, job.tenant)
+    lost = np.zeros(lines.shape, np.bool_)
+    lost[allowed] = memory.poisoned(lines[allowed])
+    pairs = data.reshape(-1)[: asked.range_count * _RANGE_BYTES].view("<u4").reshape(-1, 2).astype(np.int64)
+    before = np.concatenate([[job.row_begin], pairs[:-1, 1]])[: len(pairs)]
+    bad = (pairs[:, 0] < before) | (pairs[:, 0] >= pairs[:, 1]) | (pairs[:, 1] > job.row_end)
+    of_range = np.arange(len(pairs)) * _RANGE_BYTES // LINE_BYTES
+    faults = np.flatnonzero(bad | ~allowed[of_range] | lost[of_range])
+    if not len(faults):
+        return pairs, None
+    first = int(faults[0])
+    line = of_range[first]
+    status = Status.BAD_LIST
+    if not allowed[line]:
+        status = Status.DENIED
+    elif lost[line]:
+        status = Status.POISON
+    return pairs[:first], Refusal(status)
+
+
+def near(
+    runs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], asked: Asked
+) -> npt.NDArray[np.int64]:
+    """Of runs of rows, what some query row may see by causality and window."""
     if not asked.causal:
         return runs
-    last = int(seen.positions.max()) + 1
+    last = int(positions[-1]) + 1
     parts = [(0, last)]
-    if asked.window:
-        first = int(seen.positions.min()) - asked.window + 1
-        kept = min(asked.kept, last)
-        parts = [(0, kept), (max(first, kept), last)] if first > kept else [(0, last)]
-    if seen.own_rows < _BEYOND:
-        parts = [(begin, min(end, seen.own_rows)) for begin, end in parts] + [(seen.own_rows, _BEYOND)]
-    cut = [np.stack([runs[:, 0].clip(b, e), runs[:, 1].clip(b, e)], axis=1) for b, e in parts if b < e]
-    if not cut:
-        return runs[:0]
-    found = np.concatenate(cut)
-    found = found[found[:, 0] < found[:, 1]]
-    found = found[np.argsort(found[:, 0], kind="stable")]
-    # runs that touch are one: a part ends where the next begins
-    starts = np.ones(len(found), np.bool_)
-    starts[1:] = found[1:, 0] != found[:-1, 1]
-    ends = np.append(starts[1:], np.True_)[: len(found)]
-    joined: npt.NDArray[np.int64] = np.stack([found[starts, 0], found[ends, 1]], axis=1)
-    return joined
+    first = int(positions[0]) - asked.window + 1
+    if asked.window and first > asked.kept:
+        parts = [(0, min(asked.kept, last)), (first, last)]
+    cut = np.stack(
+        [np.stack([runs[:, 0].clip(min=b), runs[:, 1].clip(max=e)], axis=1) for b, e in parts], axis=1
+    ).reshape(-1, 2)
+    found: npt.NDArray[np.int64] = cut[cut[:, 0] < cut[:, 1]]
+    return found
 
 
 def sees(seen: Seen, asked: Asked, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -42,7 +42,7 @@ from ..verilate import NATIVE, Report
 from .attention import Work
 from .job import Job
 from .memory import EXTENT_LINES_SHIFT, Memory
-from .walker import ENTRY_FIXED_BITS, sink_lines
+from .walker import ENTRY_FIXED_BITS, list_lines
 
 JOB = np.dtype(
     [
@@ -289,7 +289,7 @@ def kind_record(job: Job, passes: int) -> npt.NDArray[np.void]:
                 _record(job),
                 shape.queries * shape.query_lines,
                 shape.queries * shape.result.lines,
-                0 if job.sink_line is None else sink_lines(shape.group),
+                0 if job.sink_line is None else list_lines(shape.group),
                 job.layout.page_lines,
                 passes,
             )

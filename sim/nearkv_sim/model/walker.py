@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import Status
 from nearkv_hw.abi.config import EXTENT_BYTES
-from nearkv_hw.abi.descriptor import WORD_BYTES
+from nearkv_hw.abi.descriptor import TREE_ROW_BYTES, WORD_BYTES
 from nearkv_hw.abi.lines import LINE_BYTES, lines_of
 from nearkv_hw.abi.memory import (
     ENTRIES_PER_LINE,
@@ -21,8 +21,10 @@ from nearkv_hw.abi.memory import (
 from nearkv_hw.abi.numerics import MAX_ROWS
 
 from .job import Job, Refusal
+from .lists import bad_words, position_lines
 from .memory import LineIndices, Mask, Memory
 
+_MASKS_PER_LINE = LINE_BYTES // TREE_ROW_BYTES
 _EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 _LINE_OFFSET = np.uint64(ENTRY.offset("line"))
 _LINE_MASK = np.uint64((1 << ENTRY["line"].width) - 1)
@@ -30,8 +32,8 @@ ENTRY_FIXED_BITS = 1 | ENTRY.reserved_mask()
 """Of a page-table entry: 1 in a good one, and nothing but that."""
 
 
-def sink_lines(group: int) -> int:
-    """Lines that a group's sinks take."""
+def list_lines(group: int) -> int:
+    """Lines of a list with a float32 for each query head of a group."""
     return lines_of(group * WORD_BYTES)
 
 
@@ -54,24 +56,42 @@ def admit(job: Job, memory: Memory) -> int:
 
 
 def read_queries(job: Job, passes: list[int], memory: Memory) -> list[Status]:
-    """For each pass, of so many queries, how the reads of its queries and sinks end."""
+    """For each pass, of so many queries, how the reads of its queries and of their lists end."""
     found = []
     first = 0
-    size = job.shape.query_lines
+    bad = []
+    if job.asked is not None and job.seen is not None:
+        bad = bad_words(job.seen, job.asked)
     for queries in passes:
-        lines = job.query_line + size * first + np.arange(size * queries)
-        if job.sink_line is not None:
-            lines = np.append(lines, job.sink_line + first % job.shape.group * WORD_BYTES // LINE_BYTES)
+        lines = _lines_of_queries(job, first, queries)
         allowed = memory.check(lines, job.tenant)
         lost = np.zeros(lines.shape, np.bool_)
         lost[allowed] = memory.poisoned(lines[allowed])
-        faults = np.flatnonzero(~allowed | lost)
+        wrong = np.isin(lines, bad)
+        faults = np.flatnonzero(~allowed | lost | wrong)
         if not len(faults):
             found.append(Status.OK)
+        elif not allowed[faults[0]]:
+            found.append(Status.DENIED)
         else:
-            found.append(Status.POISON if lost[faults[0]] else Status.DENIED)
+            found.append(Status.POISON if lost[faults[0]] else Status.BAD_LIST)
         first += queries
     return found
+
+
+def _lines_of_queries(job: Job, first: int, queries: int) -> npt.NDArray[np.int64]:
+    """The lines of a pass's queries and of their lists, in the order in which they are read."""
+    size, group = job.shape.query_lines, job.shape.group
+    parts = [(job.query_line + size * first, size * queries)]
+    if (asked := job.asked) is not None:
+        parts += [(asked.codebooks, 1)] if asked.codebooks >= 0 else []
+        parts += [(asked.slopes, list_lines(group))] if asked.slopes >= 0 else []
+        if asked.tree >= 0:
+            rows = first // group // _MASKS_PER_LINE, (first + queries - 1) // group // _MASKS_PER_LINE
+            positions = position_lines(job.shape.query_rows)
+            parts += [(asked.tree, positions), (asked.tree + positions + rows[0], rows[1] - rows[0] + 1)]
+    parts += [] if job.sink_line is None else [(job.sink_line, list_lines(group))]
+    return np.concatenate([line + np.arange(count) for line, count in parts])
 
 
 @dataclass(frozen=True)

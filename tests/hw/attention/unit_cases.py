@@ -101,6 +101,7 @@ class Passes:
         group=None,
         position=0,
         sight=None,
+        tree=None,
         page_rows=16,
         first_row=0,
         golden=True,
@@ -123,6 +124,8 @@ class Passes:
         group : query heads of a query row; all queries are of one row if not given.
         position : of the first query row.
         sight : causal, window and kept rows; all rows are seen if not given.
+        tree : positions of the job's query rows, whose own rows are the last ones, masks of the pass's (bit i
+            for the job's query row i), and the pass's first query row; `position` has no meaning then.
         books : fp16 codes that codes of lut4 stand for, K's 16 and V's, or None.
         latent : V is the first elements of the K rows; `values` and what is said of V are not looked at.
         sinks : float32 bits per query, or None.
@@ -151,6 +154,7 @@ class Passes:
                 "codebook": int(books is not None),
                 "latent": int(latent),
                 "first": 1,
+                "tree": int(tree is not None),
                 "group": group,
                 "position": position,
                 **(sight or {}),
@@ -174,7 +178,16 @@ class Passes:
         if books:
             data = sum(code << 16 * n for n, code in enumerate([*books[0], *books[1]]))
             query_lines.append({"data": data, "kind": QueryLineKind.CODEBOOK.value, "last": 0})
-        for kind, listed in ((QueryLineKind.SLOPES, slopes), (QueryLineKind.SINKS, sinks)):
+        positions = masks = None
+        if tree:
+            positions, masks = tree
+            self.jobs[-1] |= {"query_rows": len(positions), "own_row": 0}  # the row is known below
+        for kind, listed in (
+            (QueryLineKind.SLOPES, slopes),
+            (QueryLineKind.POSITIONS, positions),
+            (QueryLineKind.MASKS, masks and [m >> 32 * n & 0xFFFFFFFF for m in masks for n in range(8)]),
+            (QueryLineKind.SINKS, sinks),
+        ):
             for begin in range(0, len(listed or []), 16):
                 data = sum(bits << 32 * n for n, bits in enumerate(listed[begin : begin + 16]))
                 query_lines.append({"data": data, "kind": kind.value, "last": 0})
@@ -183,6 +196,9 @@ class Passes:
 
         start = len(self.memory)
         first_row = first_row % page_rows if rows else 0
+        own_row = first_row + len(rows) - len(positions or [])
+        if tree:
+            self.jobs[-1]["own_row"] = own_row
         for page, first in enumerate(range(-first_row, len(rows), page_rows)):
             there = slice(max(first, 0), first + page_rows)
             item = {
@@ -220,7 +236,9 @@ class Passes:
                 value_dim=value_dim,
                 sink=None if sinks is None else sinks[index % group],
                 slope_bits=0 if slopes is None else slopes[index % group],
-                distances=_distances(first_row, len(rows), position + index // group, sight),
+                distances=_distances(
+                    first_row, len(rows), position + index // group, sight, own_row, tree, index // group
+                ),
                 cap_bits=cap_bits,
             )
             for index, query in enumerate(q if golden else [])
@@ -249,14 +267,20 @@ class Passes:
         return lines
 
 
-def _distances(first_row, rows, position, sight):
+def _distances(first_row, rows, position, sight, own_row, tree, query_row):
     """How far each row is from a query row, None where it is not seen."""
     distances = []
     for row in range(first_row, first_row + rows):
-        distance = row - position
-        seen = True
+        at, seen = row, True
+        if tree:
+            positions, masks = tree
+            position = positions[query_row]
+            if row >= own_row:
+                at = positions[row - own_row]
+                seen = bool(masks[query_row] >> row - own_row & 1)
+        distance = at - position
         if sight:
-            seen = not (sight["causal"] and distance > 0)
+            seen = seen and not (sight["causal"] and distance > 0)
             if sight["window"] and distance <= -sight["window"] and row >= sight["kept"]:
                 seen = False
         distances.append(distance if seen else None)
@@ -370,6 +394,11 @@ def random_pass(passes, rng, queries):
             "kept": rng.choice([0, rng.randint(1, 9)]),
         }
         sight["causal"] |= sight["window"] > 0
+    tree, query_rows = None, -(-count // group)
+    if query_rows <= rows and rng.random() < 0.4:
+        job_rows = rng.choice([query_rows, rng.randint(query_rows, rows)])
+        positions = [rng.choice([rng.randrange(100), rng.randrange(1 << 23)]) for _ in range(job_rows)]
+        tree = positions, [rng.getrandbits(256) for _ in range(query_rows)]
     passes.add(
         [codes(rng, q_format, head_dim, kind) for _ in range(count)],
         [codes(rng, k_format, head_dim, kind) for _ in range(rows)],
@@ -389,6 +418,7 @@ def random_pass(passes, rng, queries):
         group=group,
         position=rng.randint(-3, 60),
         sight=sight,
+        tree=tree,
         latent=latent,
         books=[codes(rng, FP16, 16, kind) for _ in range(2)]
         if LUT4 in (k_format, BF16 if latent else v_format)

@@ -13,6 +13,7 @@ from nearkv_hw.command.pages import PageFeed
 from nearkv_hw.command.passes import Passes
 from nearkv_hw.command.plan import Planner
 from nearkv_hw.command.queries import QueryFeed
+from nearkv_hw.command.ranges import Ranges
 from nearkv_hw.command.reader import RunIssue
 from nearkv_hw.command.records import (
     Checked,
@@ -21,6 +22,7 @@ from nearkv_hw.command.records import (
     Planned,
     Posted,
     QueryWork,
+    RangeWork,
     Run,
     WalkLine,
 )
@@ -119,6 +121,14 @@ def test_passes():
     assert seen["o"][3] - seen["i"][0] == 1 + Passes.latency_cycles
 
 
+def test_ranges():
+    """A piece in two cycles, without a list `latency_cycles` after its pass."""
+    passes = [pack(RangeWork, {"end": 8, "tail_end": 8, "pages": {"page_rows_log2": 2}})] * 4
+    seen = transfers(Ranges(), {"i": passes}, ["o", "runs", "reads"])
+    assert seen["o"] == seen["runs"] == [Ranges.latency_cycles + 2 * n for n in range(4)]
+    assert not seen["reads"]
+
+
 def test_query_feed():
     work = [pack(QueryWork, {"lines": 4}), pack(QueryWork, {"lines": 4})]
     lines = [pack(WalkLine, {"data": n}) for n in range(8)]
@@ -131,7 +141,7 @@ def test_query_feed():
 
 def test_page_feed():
     """One entry per cycle, `latency_cycles` from the line to its first page."""
-    work = {"last_page": 15, "last_end": 4, "page_rows": 4, "page_lines": 8}
+    work = {"last": 1, "last_page": 15, "last_end": 4, "page_rows": 4, "page_lines": 8}
     entries = sum(ENTRY.pack(valid=1, line=n * EXTENT_LINES) << 64 * n for n in range(8))
     lines = [pack(WalkLine, {"data": entries, "last": n % 2}) for n in range(4)]
     runs = [pack(Run, {"count": 2})] * 2

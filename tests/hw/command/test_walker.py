@@ -18,6 +18,9 @@ from nearkv_hw.abi.descriptor import (
     OPTION_CAUSAL,
     OPTION_CODEBOOK,
     OPTION_LATENT,
+    OPTION_RANGES,
+    OPTION_TREE,
+    RANGE,
 )
 from nearkv_hw.abi.memory import ENTRY, LAYOUT_VERSION, TABLE, TABLE_MAGIC, RowLayout, table_entry_lines
 from nearkv_hw.abi.numerics import MAX_ROWS
@@ -197,15 +200,28 @@ def random_job(memory, config, rng, tenant):
     table = owned_line(memory, tenant, rng, 1 + heads * entry_lines)
     query_rows = rng.choice([1, 1, 2, 5])
     queries = owned_line(memory, tenant, rng, group * query_rows * 32)
-    sinks, slopes, books = (owned_line(memory, tenant, rng, 8) for _ in range(3))
-    options = rng.choice([0, OPTION_CAUSAL]) | rng.choice([0, OPTION_ALIBI])
-    window = rng.choice([0, rng.randint(1, (1 << 24) - 1)])
+    sinks, slopes, books, ranges, tree = (owned_line(memory, tenant, rng, 8) for _ in range(5))
+    options = rng.choice([0, OPTION_CAUSAL]) | rng.choice([0, OPTION_ALIBI]) | rng.choice([0, OPTION_RANGES])
+    options |= rng.choice([0, OPTION_TREE]) if query_rows <= end else 0
+    window = rng.choice([0, rng.randint(1, (1 << 24) - 1), rng.randint(1, 30), rng.randint(1, 4)])
+    positioned = (options & (OPTION_CAUSAL | OPTION_ALIBI) or window) and not options & OPTION_TREE
+    edges = sorted(rng.sample(range(begin, end + 1), rng.randrange(min(end - begin + 1, 40)) // 2 * 2))
+    pairs = list(zip(edges[::2], edges[1::2], strict=True)) if options & OPTION_RANGES else []
     sight = {
         "options": options,
         "window": window,
-        "kept": rng.randrange(1 << 24) if window else 0,
-        "first_position": rng.randrange(-(1 << 23), 1 << 23) if options or window else 0,
+        "kept": rng.choice([rng.randrange(1 << 24), rng.randrange(9), rng.randrange(rows + 1)])
+        if window
+        else 0,
+        "first_position": rng.choice(
+            [rng.randrange(-(1 << 23), 1 << 23), rng.randrange(-9, rows + 9), end - query_rows]
+        )
+        if positioned
+        else 0,
         "slopes": slopes if options & OPTION_ALIBI else 0,
+        "ranges": ranges if options & OPTION_RANGES else 0,
+        "range_count": len(pairs),
+        "tree": tree if options & OPTION_TREE else 0,
     }
     memory.lines[table] = TABLE.pack(
         magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=heads, entries=entries, committed_rows=rows
@@ -241,7 +257,16 @@ def random_job(memory, config, rng, tenant):
     for n in range(entry_lines * 8):
         line = owned_line(memory, tenant, rng, layout.page_lines)
         put_entry(memory, table + 1 + kv_head * entry_lines, n, ENTRY.pack(valid=1, line=line))
-    lists = (*range(sinks, sinks + 8), *range(slopes, slopes + 8))
+    for n, (first, behind) in enumerate(pairs):
+        put_entry(memory, ranges, n, RANGE.pack(begin=first, end=behind))
+    for n in range(16):
+        # most slopes are numbers, most positions within what is allowed
+        slope = rng.getrandbits(32) & ~(1 << 30 if rng.random() < 0.99 else 0)
+        position = rng.getrandbits(23 if rng.random() < 0.98 else 32)
+        for first, bits in ((slopes, slope), (tree, position)):
+            line = memory.lines.get(first, 0)
+            memory.lines[first] = line & ~(0xFFFFFFFF << 32 * n) | bits << 32 * n
+    lists = (*range(sinks, sinks + 8), *range(slopes + 1, slopes + 8), *range(tree + 1, tree + 8))
     for line in (*range(queries, queries + group * query_rows * 32), *lists):
         memory.lines[line] = rng.getrandbits(512)
     return {
@@ -256,6 +281,7 @@ def random_job(memory, config, rng, tenant):
         "row_begin": begin,
         "row_end": end,
         "score_factor": rng.getrandbits(32) & ~(1 << 30),
+        "output_scale": rng.choice([0, rng.getrandbits(32)]),
         "head_dim": head_dim,
         "value_dim": value_dim,
         "group": group,
@@ -298,7 +324,14 @@ def spoil(job, memory, rng, tenant):
         lambda: job.update(version=1),
         lambda: job.update(opcode=rng.randint(3, 255)),
         lambda: job.update(flags=1 << rng.choice([2, 15])),
-        lambda: extend(job, options=1 << rng.choice([1, 3, 4, 6, *range(8, 16)])),
+        lambda: extend(job, options=1 << rng.choice([3, 4, *range(8, 16)])),
+        lambda: extend(job, **{rng.choice(["ranges", "range_count", "tree"]): rng.randint(1, 99)}),
+        lambda: extend(job, options=OPTION_RANGES, range_count=20, ranges=rng.choice([1 << 45, foreign])),
+        lambda: extend(job, options=OPTION_RANGES, range_count=rng.choice([1, 9, 100])),
+        lambda: extend(job, options=OPTION_TREE, tree=rng.choice([1 << 45, foreign])),
+        lambda: extend(job, options=OPTION_TREE) or job.update(query_rows=job["row_end"] % 255 + 1),
+        lambda: spoil_range(job, memory, rng),
+        lambda: memory.poisoned.add(job["extension"][rng.choice(["ranges", "tree", "slopes"])]),
         lambda: extend(job, options=OPTION_LATENT, v_block=1),
         lambda: extend(job, options=OPTION_LATENT) or job.update(head_dim=31, value_dim=33, v_format=0),
         lambda: extend(job, options=0, codebooks=1),
@@ -308,7 +341,7 @@ def spoil(job, memory, rng, tenant):
             extend(job, options=OPTION_CODEBOOK, codebooks=CAPACITY_BYTES // 64) or job.update(k_format=7)
         ),
         lambda: extend(job, options=OPTION_CODEBOOK, codebooks=foreign) or job.update(k_format=7),
-        lambda: extend(job, **{rng.choice(["select_pages", "tree", "reserved_tree", "ranges"]): 1}),
+        lambda: extend(job, **{rng.choice(["select_pages", "selected", "reserved_tree"]): 1}),
         lambda: extend(job, kept=1, window=0),
         lambda: extend(job, options=0, window=0, kept=0, slopes=0, first_position=rng.choice([1, -1])),
         lambda: extend(job, options=OPTION_CAUSAL, slopes=1),
@@ -319,7 +352,6 @@ def spoil(job, memory, rng, tenant):
         lambda: extend(job, **{rng.choice(["k_pitch", "v_pitch"]): rng.randint(1, 3)}),
         lambda: extend(job, k_scale=1, k_block=0) or job.update(k_format=rng.randrange(2)),
         lambda: extend(job, v_scale=0, v_block=1),
-        lambda: job.update(output_scale=1 << rng.randrange(32)),
         lambda: job.update({rng.choice(["head_dim", "value_dim"]): 0}),
         lambda: job.update(group=rng.choice([0, 129, 255])),
         lambda: job.update(query_rows=0),
@@ -353,6 +385,16 @@ def spoil(job, memory, rng, tenant):
         lambda: memory.poisoned.add(job["sinks"] // 64),
     ]
     rng.choice(choices)()
+
+
+def spoil_range(job, memory, rng):
+    """Ranges that are empty, out of order, or beyond the job's rows."""
+    count = job["extension"]["range_count"]
+    if count:
+        n = rng.randrange(count)
+        begin = rng.choice([0, job["row_end"], rng.getrandbits(32)])
+        bits = RANGE.pack(begin=begin, end=rng.choice([begin, job["row_end"] + 1, rng.getrandbits(32)]))
+        put_entry(memory, job["extension"]["ranges"], n, bits)
 
 
 def extend(job, **fields):
@@ -485,7 +527,7 @@ async def first_page_comes_soon(dut):
     assert first_page(bench) == Walker.first_page_cycles + served + 2 * Walker.miss_cycles
     assert (int(dut.table_hits.value), int(dut.table_misses.value)) == (0, 2)
     await bench.check([posted])
-    assert first_page(bench) == Walker.first_page_cycles <= 15
+    assert first_page(bench) == Walker.first_page_cycles <= 18
     assert (int(dut.table_hits.value), int(dut.table_misses.value)) == (2, 2)
     await flush(dut)
     await bench.check([posted])

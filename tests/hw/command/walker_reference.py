@@ -16,6 +16,9 @@ from nearkv_hw.abi.descriptor import (
     OPTION_CAUSAL,
     OPTION_CODEBOOK,
     OPTION_LATENT,
+    OPTION_RANGES,
+    OPTION_TREE,
+    RANGE,
 )
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import (
@@ -31,9 +34,10 @@ from nearkv_hw.abi.numerics import MAX_ROWS
 from nearkv_hw.abi.rows import Stored
 from nearkv_hw.interfaces import QueryLineKind
 
-OPTIONS = OPTION_CAUSAL, OPTION_LATENT, OPTION_ALIBI, OPTION_CODEBOOK
+OPTIONS = OPTION_CAUSAL, OPTION_TREE, OPTION_LATENT, OPTION_ALIBI, OPTION_RANGES, OPTION_CODEBOOK
 ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
-HAD = [*ROW_FIELDS, "softcap", "options", "window", "kept", "first_position", "slopes", "codebooks"]
+LISTS = ["slopes", "codebooks", "ranges", "tree"]
+HAD = [*ROW_FIELDS, *LISTS, "softcap", "options", "window", "kept", "first_position", "range_count"]
 """What the device has of an extension."""
 
 EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
@@ -121,10 +125,12 @@ class Reference:
             return Status.BAD_FLAGS
         if not attends:
             return Status.OK
-        if head["output_scale"] or any(more[name] for name in more if name not in HAD):
+        if any(more[name] for name in more if name not in HAD):
             return Status.BAD_FLAGS
         options = more["options"]
-        positioned = options & (OPTION_CAUSAL | OPTION_ALIBI) or more["window"]
+        positioned = (
+            options & (OPTION_CAUSAL | OPTION_ALIBI) or more["window"]
+        ) and not options & OPTION_TREE
         latent = options & OPTION_LATENT
         if (
             options & ~sum(OPTIONS)
@@ -132,6 +138,8 @@ class Reference:
             or (more["kept"] and not more["window"])
             or (more["slopes"] and not options & OPTION_ALIBI)
             or (more["codebooks"] and not options & OPTION_CODEBOOK)
+            or ((more["ranges"] or more["range_count"]) and not options & OPTION_RANGES)
+            or (more["tree"] and not options & OPTION_TREE)
             or (latent and (head["v_format"] or any(more[f"v_{n}"] for n in ("scale", "block", "pitch"))))
         ):
             return Status.BAD_FLAGS
@@ -155,7 +163,7 @@ class Reference:
         if head["score_factor"] & 0x7F800000 == 0x7F800000 or more["softcap"] > 0x44800000:
             return Status.BAD_FACTOR
         names = ["table", "queries", "result", *["sinks"] * bool(head["flags"] & FLAG_SINKS)]
-        if max(more["slopes"], more["codebooks"]) >= self.config.capacity_bytes // 64:
+        if max(more[name] for name in LISTS) >= self.config.capacity_bytes // 64:
             return Status.BAD_ADDRESS
         if any(head[name] % 64 or head[name] >= self.config.capacity_bytes for name in names):
             return Status.BAD_ADDRESS
@@ -203,6 +211,8 @@ class Reference:
         room = min(table["committed_rows"], table["entries"] << job["page_rows_log2"], MAX_ROWS)
         if not job["row_begin"] <= job["row_end"] <= room:
             return Status.BAD_RANGE, None
+        if job["options"] & OPTION_TREE and job["query_rows"] > job["row_end"]:
+            return Status.BAD_RANGE, None
         return Status.OK, table
 
     def send_pass(self, job, table, tenant, first):
@@ -227,6 +237,9 @@ class Reference:
             "slopes": int(bool(job["options"] & OPTION_ALIBI)),
             "codebook": int(bool(job["options"] & OPTION_CODEBOOK)),
             "latent": int(bool(job["options"] & OPTION_LATENT)),
+            "tree": int(bool(job["options"] & OPTION_TREE)),
+            "query_rows": job["query_rows"],
+            "own_row": (job["row_end"] - job["query_rows"]) % (1 << 23),
         }
         for number, jobs in enumerate(sent.jobs):
             jobs.append({**unit, "sinks": int(sinks and number == 0)})
@@ -237,14 +250,16 @@ class Reference:
                 "queries": heads,
                 "value_dim": job["value_dim"],
                 "form": int(form),
+                "output_scale": job["output_scale"],
                 "line": job["result"] // 64 + first * ResultLayout(job["value_dim"], form).lines,
                 "fault": 0,
             }
         )
-        self.send_queries(job, tenant, first, heads * query_lines, sinks)
+        query_rows = range(first // job["group"], (first + heads - 1) // job["group"] + 1)
+        self.send_queries(job, tenant, first, heads * query_lines, sinks, query_rows)
         self.send_pages(job, table, tenant)
 
-    def send_queries(self, job, tenant, first, count, sinks):
+    def send_queries(self, job, tenant, first, count, sinks, query_rows):
         begin = job["queries"] // 64 + first * -(-job["head_dim"] * 2 // 64)
         list_lines = -(-job["group"] // 16)
         parts = [(QueryLineKind.QUERY, begin, count)]
@@ -252,6 +267,11 @@ class Reference:
             parts.append((QueryLineKind.CODEBOOK, job["codebooks"], 1))
         if job["options"] & OPTION_ALIBI:
             parts.append((QueryLineKind.SLOPES, job["slopes"], list_lines))
+        if job["options"] & OPTION_TREE:
+            position_lines = -(-job["query_rows"] // 16)
+            masks = range(query_rows[0] // 2, query_rows[-1] // 2 + 1)
+            parts.append((QueryLineKind.POSITIONS, job["tree"], position_lines))
+            parts.append((QueryLineKind.MASKS, job["tree"] + position_lines + masks[0], len(masks)))
         if sinks:
             parts.append((QueryLineKind.SINKS, job["sinks"] // 64, list_lines))
         status = Status.OK
@@ -259,14 +279,28 @@ class Reference:
         for kind, first_line, number in parts:
             for line in range(first_line, first_line + number):
                 data, fault = self.memory.read(line, tenant)
-                if fault and status is Status.OK:
-                    status = Status.POISON if fault == POISON else Status.DENIED
+                if status is Status.OK:
+                    status = self.line_status(job, kind, line - first_line, data, fault)
                 for lines in sent[:1] if kind is QueryLineKind.SINKS else sent:
                     lines.append({"data": data, "kind": kind.value, "last": 0})
         for lines, all_lines in zip(sent, self.sent.queries, strict=True):
             lines[-1]["last"] = 1
             all_lines += lines
         self.sent.query_outcomes.append({"status": int(status), "page": 0})
+
+    @staticmethod
+    def line_status(job, kind, number, data, fault):
+        """What is wrong with a line of queries or of a list."""
+        if fault:
+            return Status.POISON if fault == POISON else Status.DENIED
+        words = [data >> 32 * n & 0xFFFFFFFF for n in range(16)]
+        if kind is QueryLineKind.SLOPES:
+            bad = any(word >> 23 & 0xFF == 0xFF for word in words[: max(job["group"] - 16 * number, 0)])
+        elif kind is QueryLineKind.POSITIONS:
+            bad = any(word >> 23 for word in words[: max(job["query_rows"] - 16 * number, 0)])
+        else:
+            bad = False
+        return Status.BAD_LIST if bad else Status.OK
 
     @staticmethod
     def layout(job):
@@ -282,19 +316,64 @@ class Reference:
         return RowLayout(job["head_dim"], job["value_dim"], 1 << job["page_rows_log2"], k, v, latent)
 
     def send_pages(self, job, table, tenant):
+        status, at = Status.OK, 0
+        for begin, end in self.pieces(job, tenant):
+            if isinstance(begin, Status):
+                status = begin
+                break
+            status, at = self.send_rows(job, table, tenant, begin, end)
+            if status is not Status.OK:
+                break
+        for items in self.sent.pages:
+            items.append({"last": 1})
+        self.sent.page_outcomes.append({"status": int(status), "page": at})
+
+    def pieces(self, job, tenant):
+        """Runs of rows, in order; at a list's fault its status and None."""
+        given = [(job["row_begin"], job["row_end"])]
+        if job["options"] & OPTION_RANGES:
+            given = list(self.listed(job, tenant))
+        causal = job["options"] & OPTION_CAUSAL or job["window"]
+        parts = [(0, MAX_ROWS)]
+        if causal and not job["options"] & OPTION_TREE:
+            last = job["first_position"] + job["query_rows"]
+            first = job["first_position"] - job["window"] + 1
+            parts = [(0, last)]
+            if job["window"] and first > job["kept"]:
+                parts = [(0, min(job["kept"], last)), (first, last)]
+        for begin, end in given:
+            if isinstance(begin, Status):
+                yield begin, None
+                return
+            cut = [(max(begin, b), min(end, e)) for b, e in parts]
+            yield from [(b, e) for b, e in cut if b < e]
+
+    def listed(self, job, tenant):
+        """The ranges of a list."""
+        before = job["row_begin"]
+        for n in range(job["range_count"]):
+            data, fault = self.memory.read(job["ranges"] + n // 8, tenant)
+            if fault:
+                yield (Status.POISON if fault == POISON else Status.DENIED), None
+                return
+            pair = RANGE.unpack(data >> n % 8 * 64 & (1 << 64) - 1)
+            if not before <= pair["begin"] < pair["end"] <= job["row_end"]:
+                yield Status.BAD_LIST, None
+                return
+            before = pair["end"]
+            yield pair["begin"], pair["end"]
+
+    def send_rows(self, job, table, tenant, begin, end):
+        """The pages of a run of rows; the status and the page at fault."""
         config = self.config
         page_rows = 1 << job["page_rows_log2"]
-        status, at, pages = Status.OK, 0, []
-        begin, end = job["row_begin"], job["row_end"]
-        if begin != end:
-            pages = range(begin // page_rows, (end - 1) // page_rows + 1)
+        pages = range(begin // page_rows, (end - 1) // page_rows + 1)
         first_entry = job["table"] // 64 + 1 + job["kv_head"] * table_entry_lines(table["entries"])
         layout = self.layout(job)
         for page in pages:
             data, fault = self.memory.read(first_entry + page // 8, tenant)
             if fault:
-                status = Status.POISON if fault == POISON else Status.DENIED
-                break
+                return (Status.POISON if fault == POISON else Status.DENIED), 0
             bits = data >> page % 8 * 64 & (1 << 64) - 1
             entry = ENTRY.unpack(bits)
             if (
@@ -303,8 +382,7 @@ class Reference:
                 or entry["line"] >= config.capacity_bytes // 64
                 or entry["line"] % EXTENT_LINES + layout.page_lines > EXTENT_LINES
             ):
-                status, at = Status.BAD_PAGE, page
-                break
+                return Status.BAD_PAGE, page
             extent, within = divmod(entry["line"], EXTENT_LINES)
             base = extent // config.slices * EXTENT_LINES + within
             rows = range(max(begin - page * page_rows, 0), min(end - page * page_rows, page_rows))
@@ -323,6 +401,4 @@ class Reference:
                     "index": page * page_rows + rows[0],
                 }
             )
-        for items in self.sent.pages:
-            items.append({"last": 1})
-        self.sent.page_outcomes.append({"status": int(status), "page": at})
+        return Status.OK, 0

@@ -11,7 +11,7 @@ from kernel_cases import batch, check_against_reference, new_memory
 from nearkv_hw.abi import LINE_BYTES, Opcode
 from nearkv_hw.abi.descriptor import ATTEND, DESCRIPTOR_VERSION, FLAG_SINKS
 from nearkv_hw.abi.memory import ENTRY, LAYOUT_VERSION, TABLE, TABLE_MAGIC, table_entry_lines
-from nearkv_sim.model.walker import sink_lines
+from nearkv_sim.model.walker import list_lines
 from raw_device import Aperture, Space, ok
 
 CASES = 60
@@ -74,7 +74,7 @@ def place(aperture, space, given):
                 "table": table,
                 "queries": copy(job.query_line, shape.group * shape.k_lines),
                 "result": results[-1],
-                "sinks": copy(job.sink_line, sink_lines(shape.group)) if job.sink_line is not None else 0,
+                "sinks": copy(job.sink_line, list_lines(shape.group)) if job.sink_line is not None else 0,
                 "row_begin": job.row_begin,
                 "row_end": job.row_end,
                 "score_factor": job.factor,
