@@ -23,12 +23,13 @@ from nearkv_sim.served import Server
 SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "fp16", "page_rows": 4}
 KILLS = int(os.environ.get("NEARKV_PROCESS_KILLS", "20"))
 """Processes that are killed; more of them where the environment says so."""
+APERTURES = 8
 Q = values(1, 4, 8, seed=3)
 
 
 @pytest.fixture
 def server(tmp_path):
-    served = Server(ModelPort(configure("small")), tmp_path / "socket")
+    served = Server(ModelPort(configure("small", apertures=APERTURES)), tmp_path / "socket")
     threading.Thread(target=served.serve, daemon=True).start()
     yield served
     served.close()
@@ -42,7 +43,7 @@ def test_a_served_device_has_the_bits_of_one_of_its_own(server):
     """Also calls whose lines do not fit the shared memory."""
     contexts = [context(n, 2, 8, 8, seed=n) for n in (3, 200, 140_000)]
     with host(server) as device:
-        assert device.config == configure("small")
+        assert device.config == configure("small", apertures=APERTURES)
         assert device.kind == "model"
         with device.kv_cache(**SHAPE) as kv:
             handles = filled(kv, contexts)
@@ -84,7 +85,6 @@ def until(call, tries=200):
 
 def test_hosts_at_once(server):
     """Threads as hosts, a tenant each, hundreds of calls: every result is its own."""
-    apertures = configure("small").apertures
     failed = []
 
     def work(tenant):
@@ -96,7 +96,7 @@ def test_hosts_at_once(server):
                 if not same_bits(kv.attend([handle], layer=0, q=Q, scale=0.3), wanted):
                     failed.append(tenant)
 
-    threads = [threading.Thread(target=work, args=(tenant,)) for tenant in range(min(apertures, 4))]
+    threads = [threading.Thread(target=work, args=(tenant,)) for tenant in range(APERTURES)]
     for thread in threads:
         thread.start()
     for thread in threads:
