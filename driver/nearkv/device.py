@@ -46,7 +46,7 @@ def open(spec: str = "model", **overrides: Any) -> Device:
     Parameters
     ----------
     spec : "model", "rtl" or "cocotb", with a preset of the configuration after a colon where wanted
-        ("rtl:card").
+        ("rtl:card"); or "unix:PATH", a device that `nearkv serve` serves there.
     overrides : fields of `nearkv_hw.abi.DeviceConfig`, such as channels=1, and what
         `nearkv_sim.open_port` takes.
 
