@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 from .bits import Field, Layout
 from .cxl import M2S_REQ, M2S_RWD, S2M_DRS, S2M_NDR
@@ -248,7 +249,8 @@ def crc_column(bit: int) -> int:
     return value
 
 
-def crc_masks() -> list[int]:
+@cache
+def crc_masks() -> tuple[int, ...]:
     """For each bit of the CRC the bits of the flit whose parity it is."""
     masks = [0] * CRC_BITS
     column = crc_column(0)
@@ -258,7 +260,7 @@ def crc_masks() -> list[int]:
         column <<= 1
         if column >> CRC_BITS:
             column ^= CRC_POLYNOMIAL
-    return masks
+    return tuple(masks)
 
 
 def crc(flit: int) -> int:

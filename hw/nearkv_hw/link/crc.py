@@ -3,7 +3,7 @@
 A square over GF(2) only spreads a polynomial: P(x)^16 = P(x^16). So what is a multiple of P(x^16), which has
 the taps of P between words of 16 bits, can be left out, and 32 words become 16 by exclusive ors of whole
 words; so do the 32 bytes of those with P(x^8), and their halves with P(x^4). Of the 64 bits left each bit of
-the CRC is a parity. That is less wiring than parities of the whole flit, and the words of a simulator stay whole.
+the CRC is a parity. That is less wiring than parities of the whole flit, and a simulator's words stay whole.
 """
 
 from operator import xor

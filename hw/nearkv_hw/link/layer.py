@@ -8,8 +8,8 @@ from ..abi.flits import TIMEOUT_FLITS, Retry, Side
 from .credits import CreditReturn
 from .packer import CREDIT_OF, SENT, Packer
 from .receiver import WIRE_BITS, Receiver
-from .transmitter import Transmitter
-from .unpacker import Unpacker
+from .transmitter import Transmitter, check_buffer
+from .unpacker import Unpacker, all_places
 
 EVENTS = ("sent", "replayed", "accepted", "crc_error")
 
@@ -55,11 +55,12 @@ class LinkLayer(wiring.Component):
     def __init__(self, *, side, multi_data=True, entries=128, timeout_flits=TIMEOUT_FLITS, places=None):
         if not isinstance(side, Side):
             raise TypeError(f"side must be a Side, not {side!r}")
+        check_buffer(entries, timeout_flits)
         self.side = side
-        self._packer = Packer(side=side, multi_data=multi_data)
-        self._unpacker = Unpacker(side=side, places=places)
-        self._receiver = Receiver(side=side, multi_data=multi_data)
-        self._transmitter = Transmitter(entries=entries, timeout_flits=timeout_flits)
+        self.multi_data = multi_data
+        self.entries = entries
+        self.timeout_flits = timeout_flits
+        self.places = all_places(places)
         down, up = (In, Out) if side is Side.HOST else (Out, In)
         super().__init__(
             {
@@ -82,10 +83,12 @@ class LinkLayer(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        m.submodules.packer = packer = self._packer
-        m.submodules.unpacker = unpacker = self._unpacker
-        m.submodules.receiver = receiver = self._receiver
-        m.submodules.transmitter = transmitter = self._transmitter
+        m.submodules.packer = packer = Packer(side=self.side, multi_data=self.multi_data)
+        m.submodules.unpacker = unpacker = Unpacker(side=self.side, places=self.places)
+        m.submodules.receiver = receiver = Receiver(side=self.side, multi_data=self.multi_data)
+        m.submodules.transmitter = transmitter = Transmitter(
+            entries=self.entries, timeout_flits=self.timeout_flits
+        )
         sent, received = SENT[self.side], SENT[unpacker.sender]
         for prefix, kinds, block in (
             ("m2s" if self.side is Side.HOST else "s2m", sent, packer),

@@ -44,14 +44,13 @@ class Link(wiring.Component):
         timeout_flits=TIMEOUT_FLITS,
         places=None,
     ):
-        common = {
+        self._common = {
             "multi_data": multi_data,
             "entries": entries,
             "timeout_flits": timeout_flits,
             "places": places,
         }
-        self._layers = {side: LinkLayer(side=side, **common) for side in Side}
-        self._wires = [Wire(latency_cycles=latency_cycles, flits_per_cycle=flits_per_cycle) for _ in range(2)]
+        self._wire = {"latency_cycles": latency_cycles, "flits_per_cycle": flits_per_cycle}
         self.latency_cycles = LinkLayer.latency_cycles + latency_cycles
         members = {}
         for side in Side:
@@ -75,10 +74,11 @@ class Link(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        host, device = self._layers[Side.HOST], self._layers[Side.DEVICE]
-        to_device, to_host = self._wires
-        m.submodules += [host, device, to_device, to_host]
-        for side, layer in self._layers.items():
+        host, device = (LinkLayer(side=side, **self._common) for side in Side)
+        to_device, to_host = (Wire(**self._wire) for _ in range(2))
+        m.submodules.host, m.submodules.device = host, device
+        m.submodules.to_device, m.submodules.to_host = to_device, to_host
+        for side, layer in ((Side.HOST, host), (Side.DEVICE, device)):
             name = side.name.lower()
             for kind in KINDS:
                 wiring.connect(m, wiring.flipped(getattr(self, f"{name}_{kind}")), getattr(layer, kind))

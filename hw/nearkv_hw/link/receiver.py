@@ -84,8 +84,8 @@ class Receiver(wiring.Component):
     alive : Out(1) : a good flit was seen. open : Out(1) : INIT.Param was.
     retrain : Out(1) : the physical layer shall retrain; until it does.
     viral : Out(1), viral_ld : Out(16) : the other end is viral.
-    crc_error, malformed, unexpected : Out(1) : a flit with a wrong CRC, one against the rules, a RETRY.Ack that
-        nobody waits for.
+    crc_error, malformed, unexpected : Out(1) : a flit with a wrong CRC, one against the rules, a RETRY.Ack
+        that nobody waits for.
 
     Latency is `latency_cycles` from a flit to `flit`. Throughput is a flit per cycle.
     """
@@ -357,7 +357,9 @@ class Receiver(wiring.Component):
             with m.Case(Retry.REINIT):
                 with m.If(self.phy_up & ~self.retrain):
                     m.d.sync += [state.eq(Retry.REQUEST), retries.eq(0)]
-        with m.If(~self.phy_up & (state != Retry.ABORT)):
+        trained = Signal()  # before that nothing can have been lost
+        m.d.sync += trained.eq(trained | self.phy_up)
+        with m.If(~self.phy_up & trained & (state != Retry.ABORT)):
             m.d.sync += [state.eq(Retry.REINIT), frames.eq(0)]
         with m.If(~self.phy_up):
             m.d.sync += self.retrain.eq(0)

@@ -37,6 +37,16 @@ DATA_RESERVE = 8
 it, and of two LLCRD, so that an acknowledgement can always be sent."""
 
 
+def check_buffer(entries, timeout_flits):
+    """ValueError for a retry buffer that cannot be."""
+    if not isinstance(entries, int) or not MIN_RETRY_ENTRIES <= entries <= MAX_RETRY_ENTRIES:
+        raise ValueError(
+            f"entries must be an integer from {MIN_RETRY_ENTRIES} to {MAX_RETRY_ENTRIES}, not {entries!r}"
+        )
+    if not isinstance(timeout_flits, int) or timeout_flits < 1:
+        raise ValueError(f"timeout_flits must be a positive integer, not {timeout_flits!r}")
+
+
 class Transmitter(wiring.Component):
     """Chooses a flit in every cycle and keeps it until the other end has acknowledged it.
 
@@ -73,12 +83,7 @@ class Transmitter(wiring.Component):
     latency_cycles = Packer.latency_cycles + 3
 
     def __init__(self, *, entries=128, timeout_flits=TIMEOUT_FLITS):
-        if not isinstance(entries, int) or not MIN_RETRY_ENTRIES <= entries <= MAX_RETRY_ENTRIES:
-            raise ValueError(
-                f"entries must be an integer from {MIN_RETRY_ENTRIES} to {MAX_RETRY_ENTRIES}, not {entries!r}"
-            )
-        if not isinstance(timeout_flits, int) or timeout_flits < 1:
-            raise ValueError(f"timeout_flits must be a positive integer, not {timeout_flits!r}")
+        check_buffer(entries, timeout_flits)
         self.entries = entries
         self.timeout_flits = timeout_flits
         super().__init__(

@@ -30,6 +30,17 @@ PLACES = {"req": 64, "rwd": 32, "ndr": 64, "drs": 64}
 """Messages of a kind that a receiver holds, as many as it gives credits for."""
 
 
+def all_places(places=None):
+    """The messages of each kind that a receiver holds; ValueError for what cannot be."""
+    chosen = {**PLACES, **(places or {})}
+    for name, count in chosen.items():
+        if name not in PLACES or not isinstance(count, int) or count < 4 or count & (count - 1):
+            raise ValueError(
+                f"places must be powers of two of at least 4 for {', '.join(PLACES)}, not {name}={count!r}"
+            )
+    return chosen
+
+
 class Unpacker(wiring.Component):
     """Takes messages out of slots, puts lines together from chunks, and joins headers with their lines.
 
@@ -55,15 +66,9 @@ class Unpacker(wiring.Component):
     def __init__(self, *, side, places=None):
         if not isinstance(side, Side):
             raise TypeError(f"side must be a Side, not {side!r}")
-        places = {**PLACES, **(places or {})}
-        for name, count in places.items():
-            if name not in PLACES or not isinstance(count, int) or count < 4 or count & (count - 1):
-                raise ValueError(
-                    f"places must be powers of two of at least 4 for {', '.join(PLACES)}, not {name}={count!r}"
-                )
         self.side = side
         self.sender = Side.HOST if side is Side.DEVICE else Side.DEVICE
-        self.places = places
+        self.places = all_places(places)
         super().__init__(
             {
                 "i": In(stream.Signature(TAKEN, always_ready=True)),
