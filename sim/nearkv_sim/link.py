@@ -174,26 +174,14 @@ class CompiledLink:
         ------
         LinkFailed : what went wrong, and the cycle.
         """
-        options = _Options()
-        for name, kind, count in _OPTIONS:
-            value: Any = {"answering": traffic.answers}.get(name, getattr(traffic, name, None))
-            if kind is c_uint32 and name != "answering":
-                value = tuple(_probability(part) for part in (value if count > 1 else (value,)))
-                value = kind * count if False else value
-                for index, part in enumerate(value):
-                    if count > 1:
-                        getattr(options, name)[index] = part
-                    else:
-                        setattr(options, name, part)
-            else:
-                setattr(options, name, int(value))
+        options = _options(traffic)
         results, message = _Results(), (c_char * _MESSAGE_ROOM)()
         started = time.perf_counter()
         status = self._library.nearkv_link_run(
             ctypes.byref(options), ctypes.byref(results), message, ctypes.c_size_t(_MESSAGE_ROOM)
         )
         seconds = time.perf_counter() - started
-        values = {
+        values: dict[str, Any] = {
             name: int(getattr(results, name)) if count == 1 else tuple(getattr(results, name))
             for name, count in _RESULTS
         }
@@ -209,6 +197,16 @@ class _Options(ctypes.Structure):
 
 class _Results(ctypes.Structure):
     _fields_ = tuple((name, c_uint64 if count == 1 else c_uint64 * count) for name, count in _RESULTS)
+
+
+def _options(traffic: Traffic) -> _Options:
+    """Traffic as C++ takes it, probabilities in 1 / 2^32."""
+    options = _Options(seed=traffic.seed, messages=traffic.messages, answering=int(traffic.answers))
+    for name in ("full", "flip", "drop", "repeat"):
+        setattr(options, name, _probability(getattr(traffic, name)))
+    for name in ("idle", "backpressure"):
+        setattr(options, name, (c_uint32 * len(KINDS))(*map(_probability, getattr(traffic, name))))
+    return options
 
 
 def _probability(value: float) -> int:

@@ -251,7 +251,12 @@ class Transmitter(wiring.Component):
             "ak": Mux(llcrd, acks_due[3], with_header & ak),
             "credits": Mux(llcrd | with_header, self.owed, 0),
             "kind": kind,
-            "payload": self._payload(m, kind, acks_due, ask, empty, write, free),
+            "acks": acks_due,
+            "asks": self.asks,
+            "ask": ask,
+            "empty": empty,
+            "write": write,
+            "free": free,
         }
 
     def _force(self, m, acks_due):
@@ -263,40 +268,39 @@ class Transmitter(wiring.Component):
             m.d.sync += waited.eq(waited + 1)
         return (waited == FLUSH_CYCLES) | (acks_due >= ACK_FORCE_FLITS)
 
-    def _payload(self, m, kind, acks_due, ask, empty, write, free):
-        """The 64 bits of a control flit."""
-        payload = Signal(flits.PAYLOAD_BITS)
+    def _payload(self, m, chosen):
+        """The 64 bits of a control flit, from what was chosen a cycle ago."""
+        payload, acks = Signal(flits.PAYLOAD_BITS), chosen["acks"]
+        ask, asks = data.View(REQUEST, chosen["ask"]), data.View(OPENING, chosen["asks"])
 
         def filled(layout, **values):
             record = Signal(layout_of(layout))
             m.d.comb += [record[name].eq(value) for name, value in values.items()]
             return record
 
-        with m.Switch(kind):
+        with m.Switch(chosen["kind"]):
             with m.Case(Control.LLCRD_ACK):
-                m.d.comb += payload.eq(
-                    filled(flits.LLCRD_PAYLOAD, acks_low=acks_due[:3], acks_high=acks_due[4:])
-                )
+                m.d.comb += payload.eq(filled(flits.LLCRD_PAYLOAD, acks_low=acks[:3], acks_high=acks[4:]))
             with m.Case(Control.RETRY_REQ):
                 m.d.comb += payload.eq(
                     filled(
                         flits.RETRY_REQ_PAYLOAD,
-                        sequence=self.asks.sequence,
-                        retries=self.asks.retries,
-                        reinits=self.asks.reinits,
+                        sequence=asks.sequence,
+                        retries=asks.retries,
+                        reinits=asks.reinits,
                     )
                 )
             with m.Case(Control.RETRY_ACK):
                 m.d.comb += payload.eq(
                     filled(
                         flits.RETRY_ACK_PAYLOAD,
-                        empty=empty,
+                        empty=chosen["empty"],
                         viral=self.viral,
                         viral_ld=Mux(self.viral, self.viral_ld, 0),
                         retries=ask.retries,
-                        write=write,
+                        write=chosen["write"],
                         sequence=ask.sequence,
-                        free=free,
+                        free=chosen["free"],
                     )
                 )
             with m.Case(Control.INIT_PARAM):
@@ -317,7 +321,13 @@ class Transmitter(wiring.Component):
         store, load = buffer.write_port(), buffer.read_port()
         first = _later(m, chosen, ("sent", "kept"), chosen["sent"])
         m.d.comb += [load.addr.eq(first["number"]), load.en.eq(first["sent"] & first["replay"])]
-        second = _later(m, first, ("sent", "kept"), first["sent"])
+        names = ("sent", "control", "replay", "kept", "number", "corrupt", "ak", "credits", "kind")
+        second = _later(
+            m,
+            {**{name: first[name] for name in names}, "payload": self._payload(m, first)},
+            ("sent", "kept"),
+            first["sent"],
+        )
         header, protocol = Signal(layout_of(FLIT_HEADER)), Signal(layout_of(FLIT_HEADER))
         credits = data.View(CREDITS, second["credits"])
         m.d.comb += [
