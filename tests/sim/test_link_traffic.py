@@ -5,6 +5,7 @@ import secrets
 from fractions import Fraction
 
 import pytest
+from nearkv_hw.link.layer import LinkLayer
 from nearkv_sim.link import KINDS, CompiledLink, LinkFailed, LinkSetup, Traffic
 
 SHAKEN = {"idle": (0.3, 0.4, 0.2, 0.5), "backpressure": (0.3, 0.5, 0.2, 0.4)}
@@ -70,6 +71,17 @@ def test_without_errors_nothing_is_sent_twice(link, seed):
     passed = carries(link, Traffic(messages=50_000, seed=seed, **SHAKEN))
     assert passed.replayed == passed.crc_errors == (0, 0)
     assert passed.recoveries == passed.retrainings == 0
+
+
+@pytest.mark.rtl
+@pytest.mark.parametrize("kind", KINDS)
+def test_latency_is_as_stated(link, kind):
+    """Of a message on a link that is idle, mostly: the quickest is as the blocks say, and the wire."""
+    data = kind in ("rwd", "drs")
+    layers = LinkLayer.data_latency_cycles if data else LinkLayer.latency_cycles
+    idle = tuple(0.98 if other == kind else 1 for other in KINDS)
+    passed = carries(link, Traffic(messages=100, idle=idle, full=1))
+    assert passed.shortest[KINDS.index(kind)] == layers + link.setup.latency_cycles
 
 
 @pytest.mark.rtl

@@ -51,6 +51,7 @@ class LinkLayer(wiring.Component):
     """
 
     latency_cycles = 1 + Transmitter.latency_cycles + Receiver.latency_cycles + Unpacker.latency_cycles
+    data_latency_cycles = latency_cycles + 1 + Unpacker.data_latency_cycles - Unpacker.latency_cycles
 
     def __init__(self, *, side, multi_data=True, entries=128, timeout_flits=TIMEOUT_FLITS, places=None):
         if not isinstance(side, Side):

@@ -2,7 +2,7 @@
 
 from operator import or_
 
-from amaranth.hdl import Cat, Module, Mux, Signal, Value
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -32,7 +32,7 @@ from ..abi.flits import (
 )
 from ..common.trees import reduce_tree
 from ..structs import layout_of
-from .crc import crc_of
+from .crc import crc_of, folded
 from .packer import CREDITS, DATA_KIND, MAX_PENDING
 from .slots import slot_of, take
 
@@ -90,7 +90,7 @@ class Receiver(wiring.Component):
     Latency is `latency_cycles` from a flit to `flit`. Throughput is a flit per cycle.
     """
 
-    latency_cycles = 3
+    latency_cycles = 4
 
     def __init__(self, *, side, multi_data=True):
         if not isinstance(side, Side):
@@ -129,32 +129,39 @@ class Receiver(wiring.Component):
         with m.If(self.rx.valid):
             m.d.sync += wire.eq(self.rx.payload)
         flit = wire[:FLIT_BITS]
+        there, looked = self._step(
+            m, arrived, {"wire": wire, "folded": folded(m, flit), **self._slots(m, flit)}, "looked"
+        )
+        flit = looked["wire"][:FLIT_BITS]
         checked = {
             "flit": flit,
-            "bad": (crc_of(m, flit) ^ wire[FLIT_BITS:]).any(),
-            **self._header(m, flit),
+            "bad": (crc_of(looked["folded"]) ^ looked["wire"][FLIT_BITS:]).any(),
+            **self._header(m, flit, looked),
             **self._control(m, flit),
         }
-        there, seen = Signal(), {}
-        m.d.sync += there.eq(arrived & self.phy_up)
-        for name, value in checked.items():
-            seen[name] = Signal.like(Value.cast(value), name=f"seen_{name}", reset_less=True)
-        with m.If(arrived):
-            m.d.sync += [seen[name].eq(value) for name, value in checked.items()]
-        self._accept(m, there, seen)
+        self._accept(m, *self._step(m, there, checked, "seen"))
         return m
 
-    def _header(self, m, flit):
-        """What a flit has if it is a protocol flit: chunks that its headers add, where data lies."""
+    def _step(self, m, there, values, name):
+        """(whether there is a flit, what is known of it) a cycle later."""
+        later, registers = Signal(name=f"{name}_there"), {}
+        m.d.sync += later.eq(there & self.phy_up)
+        for key, value in values.items():
+            registers[key] = Signal.like(Value.cast(value), name=f"{name}_{key}", reset_less=True)
+        with m.If(there):
+            m.d.sync += [registers[key].eq(value) for key, value in values.items()]
+        return later, registers
+
+    def _slots(self, m, flit):
+        """What each slot of a protocol flit has: valid messages of each kind, and data headers."""
         header = Signal(layout_of(FLIT_HEADER))
         m.d.comb += header.as_value().eq(flit[: FLIT_HEADER.width])
         kind = DATA_KIND[self.sender]
         valids = {name: [] for name in MAX_MESSAGES}
-        data_slots, several, lone, unknown = [], [], [], []
+        with_data, several, lone, unknown = [], [], [], []
         for n in range(SLOTS):
             code, slot = header[f"slot{n}"], slot_of(flit, n)
-            known = []
-            has_data, many = [], []
+            known, headers_here = [], []
             for slot_format in formats(self.sender)[min(n, 1)]:
                 chosen = Signal(name=f"slot{n}_{slot_format.name}")
                 m.d.comb += chosen.eq(code == slot_format.code)
@@ -165,41 +172,49 @@ class Receiver(wiring.Component):
                 headers = [
                     one for place, one in zip(slot_format.places, there, strict=True) if place.kind == kind
                 ]
-                has_data += headers
+                headers_here += headers
                 if slot_format.multi_data:
-                    many.append(headers[1])
-                    lone.append(
-                        chosen & ~headers[1] & (headers[0] if len(headers) == 2 else Cat(headers).any())
-                    )
+                    several.append(headers[1])
+                    lone.append(Cat(headers).any() & ~headers[1])
             if n:
                 known.append(code == DATA_CODE)
             unknown.append(~Cat(known).any() & slot.any())
-            data_slots.append(Cat(has_data).any())
-            several += many
-        added_headers = _count(valids[kind])
-        any_data = Cat(data_slots).any()
-        holds = [header[f"slot{n}"] == DATA_CODE for n in range(1, SLOTS)]
-        behind = [Cat(data_slots[:n]).any() for n in range(1, SLOTS)]
+            with_data.append(Cat(headers_here).any())
+        return {
+            **{name: Cat(bits) for name, bits in valids.items() if bits},
+            "with_data": Cat(with_data),
+            "several": Cat(several).any() if several else Const(0),
+            "lone": Cat(lone).any() if lone else Const(0),
+            "unknown": Cat(unknown),
+        }
+
+    def _header(self, m, flit, slots):
+        """What a flit has if it is a protocol flit: chunks that its headers add, where data lies."""
+        header = Signal(layout_of(FLIT_HEADER), name="looked_header")
+        m.d.comb += header.as_value().eq(flit[: FLIT_HEADER.width])
+        with_data = slots["with_data"]
+        any_data = with_data.any()
+        counts = {name: _count(slots[name]) for name in MAX_MESSAGES if name in slots}
         wrong = [
-            Cat(unknown).any(),
+            slots["unknown"].any(),
             any_data & ~header.sz,
-            _count(data_slots) > 1,
-            *(_count(valids[name]) > most for name, most in MAX_MESSAGES.items() if len(valids[name]) > most),
+            _count(with_data) > 1,
+            *(count > MAX_MESSAGES[name] for name, count in counts.items()),
         ]
         if self.side is Side.HOST:
-            wrong += [header.be & any_data, *lone]
+            wrong += [header.be & any_data, slots["lone"]]
             if not self.multi_data:
-                wrong.append(Cat(several).any())
+                wrong.append(slots["several"])
         partial = header.be & any_data if self.side is Side.DEVICE else 0
         return {
             "control": header.type,
             "ak": header.ak,
             "credits": Cat(header.req_credit, header.data_credit, header.rsp_credit),
-            "added": (added_headers << 2) + partial,
+            "added": (counts[DATA_KIND[self.sender]] << 2) + partial,
             "partial": partial,
             "any_data": any_data,
-            "holds": Cat(holds),
-            "behind": Cat(behind),
+            "holds": Cat(header[f"slot{n}"] == DATA_CODE for n in range(1, SLOTS)),
+            "behind": Cat(with_data[:n].any() for n in range(1, SLOTS)),
             "wrong": reduce_tree(wrong, or_),
         }
 
@@ -294,7 +309,7 @@ class Receiver(wiring.Component):
         rollover = Cat(pending > n for n in range(SLOTS - 1))
         mismatch = protocol & ~all_data & (seen["holds"] != (rollover | seen["behind"]))
         count = Signal(range(SLOTS + 1))
-        m.d.comb += count.eq(Mux(all_data, SLOTS, _count(list(seen["holds"]))))
+        m.d.comb += count.eq(Mux(all_data, SLOTS, _count(seen["holds"])))
         after = Mux(all_data, pending - SLOTS, pending + seen["added"] - count)
         due = partial & (pending != 0) & (pending <= SLOTS)
         left = pending - (partial & (pending != 0)) if self.side is Side.DEVICE else pending

@@ -26,7 +26,7 @@ from ..abi.flits import (
 )
 from ..common.buffer import Buffer
 from ..structs import layout_of
-from .crc import crc_of
+from .crc import FOLDED_BITS, crc_of, folded
 from .packer import CREDIT_NAMES, CREDITS, Packer
 from .receiver import OPENING, REQUEST, WIRE_BITS
 
@@ -80,7 +80,7 @@ class Transmitter(wiring.Component):
     Latency is `latency_cycles` from the choice to `tx`. Throughput is a flit per cycle.
     """
 
-    latency_cycles = Packer.latency_cycles + 3
+    latency_cycles = Packer.latency_cycles + 4
 
     def __init__(self, *, entries=128, timeout_flits=TIMEOUT_FLITS):
         check_buffer(entries, timeout_flits)
@@ -360,10 +360,14 @@ class Transmitter(wiring.Component):
                 )
             )
         m.d.comb += [store.addr.eq(third["number"]), store.data.eq(flit), store.en.eq(third["kept"])]
-        out_valid, out = Signal(), Signal(WIRE_BITS, reset_less=True)
-        m.d.sync += out_valid.eq(third["sent"])
+        half, flit_half = Signal(FOLDED_BITS, reset_less=True), Signal(FLIT_BITS, reset_less=True)
+        fourth = _later(m, {name: third[name] for name in ("sent", "corrupt")}, ("sent",), third["sent"])
         with m.If(third["sent"]):
-            m.d.sync += out.eq(Cat(flit, crc_of(m, flit) ^ third["corrupt"].replicate(CRC_BITS)))
+            m.d.sync += [half.eq(folded(m, flit)), flit_half.eq(flit)]
+        out_valid, out = Signal(), Signal(WIRE_BITS, reset_less=True)
+        m.d.sync += out_valid.eq(fourth["sent"])
+        with m.If(fourth["sent"]):
+            m.d.sync += out.eq(Cat(flit_half, crc_of(half) ^ fourth["corrupt"].replicate(CRC_BITS)))
         m.submodules.out = queue = Buffer(shape=WIRE_BITS, depth=self._depth)
         m.d.comb += [queue.i.valid.eq(out_valid), queue.i.payload.eq(out)]
         wiring.connect(m, queue.o, wiring.flipped(self.tx))

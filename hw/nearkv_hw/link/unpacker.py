@@ -61,7 +61,7 @@ class Unpacker(wiring.Component):
     """
 
     latency_cycles = 3
-    data_latency_cycles = 6
+    data_latency_cycles = 5
 
     def __init__(self, *, side, places=None):
         if not isinstance(side, Side):

@@ -6,8 +6,9 @@ from collections import deque
 
 import cocotb
 import pytest
+from flit_golden import ACK, FRAME, INIT, LLCRD, REQUEST, Writer, control, on_wire
 from link_golden import M2S, S2M, GoldenLink, kinds_of, random_message
-from nearkv_hw.abi.flits import Retry, Side
+from nearkv_hw.abi.flits import MAX_REINITS, MAX_RETRIES, Retry, Side
 from nearkv_hw.link.layer import LinkLayer
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import RisingEdge, StreamSink, StreamSource, cycles, random, start, value
@@ -181,3 +182,132 @@ async def tells_of_viral(dut):
     await bench.arrived(5_000)
     await cycles(dut, 100)
     assert dut.remote_viral.value == 1
+
+
+OPENING = control(INIT, 2 | 48 << 24)
+
+
+class Script:
+    """The design, and flits one by one at its receiver."""
+
+    def __init__(self, dut, rng):
+        self.dut = dut
+        self.direction = S2M if parameters()["side"] == "HOST" else M2S
+        self.writer = Writer(self.direction, rng)
+        dut.phy_up.value = 1
+        dut.tx_ready.value = 1
+        for kind in kinds_of(self.direction):
+            getattr(dut, f"{self.direction.lower()}_{kind}_ready").value = 1
+
+    async def arrive(self, *flits):
+        for flit in flits:
+            self.dut.rx_payload.value = on_wire(flit)
+            self.dut.rx_valid.value = 1
+            await cycles(self.dut, 1)
+        self.dut.rx_valid.value = 0
+        await cycles(self.dut, 8)
+
+    def with_data(self, rng):
+        """A flit with a header whose data all comes later, or in it."""
+        kind = "drs" if self.direction == S2M else "rwd"
+        self.writer.queues[kind].append(random_message(rng, kind) | (((1 << 64) - 1) << 87))
+        while True:
+            flit = self.writer.write()
+            if flit >> 4 & 1:
+                return flit
+
+
+def breaches(script, rng):
+    """Name and flits, the first of them mostly INIT.Param, the last against a rule."""
+    header_code = {S2M: 3, M2S: 4}[script.direction]
+    empty = {S2M: 4 << 5 | 5 << 8 | 5 << 11 | 5 << 14, M2S: 5 << 5 | 4 << 8 | 4 << 11 | 4 << 14}[
+        script.direction
+    ]
+    good = script.with_data(rng)
+    return {
+        "a message before INIT.Param": [empty],
+        "INIT.Param twice": [OPENING, OPENING],
+        "a data header without sz": [OPENING, good & ~(1 << 4)],
+        "data that nobody announced": [OPENING, empty & ~(7 << 8)],
+        "a slot of CXL.cache": [OPENING, (empty & ~(7 << 8)) | 2 << 8 | 1 << 128],
+        "messages where data is due": [OPENING, header_code << 5 | 1 << 4 | 1 << 32 | (empty & ~(7 << 5))],
+    }
+
+
+@cocotb.test()
+async def halts_where_a_rule_is_broken(dut):
+    rng = random("breaches")
+    await start(dut)
+    script = Script(dut, rng)
+    for name, flits in breaches(script, rng).items():
+        dut.rst.value = 1
+        await cycles(dut, 2)
+        dut.rst.value = 0
+        await cycles(dut, 1)
+        await script.arrive(*flits[:-1])
+        assert dut.state.value == Retry.NORMAL.value, name
+        assert not dut.malformed.value, name
+        await script.arrive(flits[-1])
+        assert dut.state.value == Retry.ABORT.value, name
+        assert dut.malformed.value, name
+
+
+@cocotb.test()
+async def retry_flits_count_only_in_their_frames(dut):
+    await start(dut)
+    script = Script(dut, random("frames"))
+    await script.arrive(OPENING)
+    frames = [control(FRAME)] * 5
+    await cycles(dut, 60)
+    for flits in (
+        [control(REQUEST)],
+        [*frames[:4], control(REQUEST)],
+        [*frames, control(LLCRD), control(REQUEST)],
+        [control(ACK)],
+        [*frames[:4], control(ACK)],
+    ):
+        await script.arrive(*flits)
+        for _ in range(20):
+            assert not dut.replayed.value
+            await cycles(dut, 1)
+        assert not dut.unexpected.value
+    await script.arrive(*frames, control(REQUEST))
+    replayed = 0
+    for _ in range(40):
+        replayed += int(dut.replayed.value)
+        await cycles(dut, 1)
+    assert replayed >= 1
+    await script.arrive(*frames, control(REQUEST))  # a repeated frame is none too many
+    assert not dut.unexpected.value
+    await script.arrive(*frames, control(ACK))
+    assert dut.unexpected.value
+    assert dut.state.value == Retry.NORMAL.value
+
+
+@cocotb.test()
+async def retrains_and_gives_up_when_nobody_answers(dut):
+    await start(dut)
+    script = Script(dut, random("silence"))
+    await script.arrive(OPENING)
+    dut.rx_payload.value = on_wire(control(LLCRD)) ^ 1
+    dut.rx_valid.value = 1
+    await cycles(dut, 1)
+    dut.rx_valid.value = 0
+    for retraining in range(MAX_REINITS + 1):
+        waits = 0
+        for _ in range(2 * MAX_RETRIES * TIMEOUT_FLITS):
+            before = dut.state.value
+            await cycles(dut, 1)
+            waits += before == Retry.REQUEST.value and dut.state.value == Retry.WAIT.value
+            if dut.state.value in (Retry.REINIT.value, Retry.ABORT.value):
+                break
+        assert waits == MAX_RETRIES
+        assert dut.state.value == (Retry.REINIT if retraining < MAX_REINITS else Retry.ABORT).value
+        if retraining < MAX_REINITS:
+            await cycles(dut, 5)
+            assert dut.retrain.value
+            dut.phy_up.value = 0
+            await cycles(dut, 20)
+            assert not dut.retrain.value
+            dut.phy_up.value = 1
+            await cycles(dut, 2)
