@@ -197,6 +197,30 @@ def memory(
 
 
 @app.command()
+def link(
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure latencies with off or flits_68; may be given again. Both if not given."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what flits carry (link.read.lines_per_flit, link.write.lines_per_flit), and latencies.
+
+    Lines per flit are those of a pair of link layers whose wire is all that is short, with multi-data headers
+    and without. link.read_latency_ns and link.write_latency_ns go from a request to its answer at the host's
+    messages, on an idle device.
+    """
+    from nearkv_hw.abi.config import LinkLayer
+
+    from nearkv.bench import link as bench
+
+    layers = _members("--layer", layer, LinkLayer) or tuple(LinkLayer)
+    with steps_bar(bench.steps(layers)) as steps:
+        results = list(bench.measure(layers, steps))
+    print_results("link", results, as_json)
+
+
+@app.command()
 def tables(
     results: Annotated[
         list[Path], typer.Argument(help="What runs of `nearkv bench memory --json` printed.", exists=True)
