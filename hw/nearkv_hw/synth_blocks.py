@@ -32,6 +32,7 @@ from .command.completer import Completer
 from .command.walker import Walker
 from .command.window import CommandWindow
 from .endpoint.endpoint import Endpoint
+from .endpoint.hdm.decoders import Decoders
 from .memory.channel import MemoryChannel
 from .memory.dram.controller import DramController
 from .memory.fabric import Fabric
@@ -48,6 +49,7 @@ UNIT = UnitShape(lanes=LANES, queries=QUERIES, finish_lanes=FINISH_LANES, max_di
 CONFIG = configure("small", queries=QUERIES, capacity_bytes=256 << 20, ring_slots=16)
 MASTERS = 3
 CONTROLLER_TAG_BITS = 10
+HDM_DECODERS = 10
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ BLOCKS = (
     Block("dram-controller", lambda: DramController(part=Dram.DDR5_6400, tag=CONTROLLER_TAG_BITS)),
     Block("fabric", lambda: Fabric(masters=MASTERS, config=CONFIG)),
     Block("endpoint", lambda: Endpoint(config=CONFIG)),
+    Block("hdm-decoders", lambda: Decoders(decoders=HDM_DECODERS, capacity=1 << 12)),
     Block("command-window", lambda: CommandWindow(config=CONFIG)),
     Block("walker", lambda: Walker(config=CONFIG)),
     Block("completer", lambda: Completer(ring_slots=CONFIG.ring_slots)),

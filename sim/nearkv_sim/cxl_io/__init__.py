@@ -1,0 +1,1 @@
+"""What of the device is reached through CXL.io, in software beside it: registers and the mailbox."""
