@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nearkv_hw.abi import hdm
 from nearkv_hw.abi.hdm import ADDRESS_BITS, UNIT_SHIFT, WAYS
+from nearkv_hw.abi.registers import Block
 
 from .registers import RegisterFile
 
@@ -82,6 +83,11 @@ class HdmDecoders:
         self._registers = RegisterFile(hdm.registers(decoders))
         self.committed: list[CommittedRange | None] = [None] * decoders
         self.dvsec: Sequence[tuple[int, int]] = ()
+
+    @property
+    def block(self) -> Block:
+        """The registers, as they are declared."""
+        return self._registers.block
 
     def reset(self) -> None:
         """Nothing is programmed, nothing locked."""

@@ -20,6 +20,8 @@ Mask = npt.NDArray[np.bool_]
 
 EXTENT_LINES_SHIFT = EXTENT_SHIFT - LINE_SHIFT
 NOBODY = -1
+WITHHELD = -2
+"""Owner of an extent that no tenant may have."""
 _WORD_BITS = 64
 _WORD_CHECK_BITS = 8
 _ALL_BYTES = (1 << LINE_BYTES) - 1
@@ -41,7 +43,7 @@ class Memory:
     Members
     -------
     lines : uint8 [lines, 64], the image itself, unchecked.
-    owners : int8 [extents], the tenant or NOBODY.
+    owners : int8 [extents], the tenant, NOBODY or WITHHELD.
     """
 
     def __init__(self, config: DeviceConfig, counters: Counters) -> None:
@@ -51,6 +53,8 @@ class Memory:
         self._owners = np.full(config.extents + 1, NOBODY, dtype=np.int8)
         self.owners = self._owners[:-1]  # the last one stands for whatever lies beyond the memory
         self._flipped: dict[int, set[int]] = {}
+        self._spoilt: set[int] = set()
+        self._found: set[int] = set()
         self._channels = config.slices
         self._counters = counters
 
@@ -115,6 +119,46 @@ class Memory:
         if not flipped:
             del self._flipped[line]
 
+    def spoil(self, line: int) -> None:
+        """Poison a line, as two inverted bits of a word do."""
+        self._flipped.setdefault(line, set()).update((0, 1))
+        self._spoilt.add(line)
+
+    def repair(self, line: int, data: bytes) -> None:
+        """Write a line, whoever owns it; it is in order afterwards."""
+        self._flipped.pop(line, None)
+        self.lines[line] = np.frombuffer(data, np.uint8)
+
+    def lost(self) -> dict[int, bool]:
+        """Lines that cannot be corrected and are known: which `spoil` was asked for, else a read found it."""
+        lost = {line for line, bits in self._flipped.items() if not _correctable(bits)}
+        self._spoilt &= lost
+        self._found &= lost
+        return {line: line in self._spoilt for line in sorted(self._spoilt | self._found)}
+
+    @property
+    def withheld(self) -> Mask:
+        """Which extents no tenant may have, [extents]."""
+        kept: Mask = self.owners == WITHHELD
+        return kept
+
+    @withheld.setter
+    def withheld(self, kept: Mask) -> None:
+        self.owners[kept] = WITHHELD
+
+    def withhold(self, first: int, count: int) -> None:
+        """Erase extents and keep them from all tenants."""
+        begin, end = first << EXTENT_LINES_SHIFT, first + count << EXTENT_LINES_SHIFT
+        self.lines[begin:end] = 0
+        for line in [line for line in self._flipped if begin <= line < end]:
+            del self._flipped[line]
+        self.owners[first : first + count] = WITHHELD
+
+    def give(self, first: int, count: int) -> None:
+        """Let tenants claim extents that were withheld."""
+        owners = self.owners[first : first + count]
+        owners[owners == WITHHELD] = NOBODY
+
     @property
     def intact(self) -> bool:
         """Whether no bit of any line is inverted."""
@@ -143,6 +187,8 @@ class Memory:
         lost = not _correctable(self._flipped[line])
         slice_ = int(self.channels_of(np.array(line)))
         self._counters.memory["uncorrectable" if lost else "corrected"][slice_] += reads
+        if lost:
+            self._found.add(line)
         return lost
 
     def _overwrite(self, lines: LineIndices, enables: npt.NDArray[np.uint64] | None) -> None:

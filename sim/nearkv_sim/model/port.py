@@ -21,6 +21,7 @@ from . import timing
 from .counters import Counters
 from .engine import FEATURES, Engine
 from .kernels import choose
+from .maintenance import ModelMaintenance
 from .memory import Memory, enabled_bytes
 from .window import CommandWindow
 
@@ -43,6 +44,7 @@ class ModelPort:
     Members
     -------
     kernel : "native" or "torch".
+    maintenance : what can be done to it below its tenants.
 
     Raises
     ------
@@ -68,10 +70,12 @@ class ModelPort:
         self._fence_cycles = timing.read_cycles(config)
         self._link_cycles = lru_cache(_COUNTS_KEPT)(partial(timing.link_cycles, config))
         self._counters = Counters(config)
-        self._engine: Engine | None = Engine(config, self._counters, attend, self.features)
-        self._windows = [
-            CommandWindow(config, a, self.features, self._counters) for a in range(config.apertures)
-        ]
+        self._attend = attend
+        self._engine: Engine | None = None
+        self._restart()
+        self.maintenance = ModelMaintenance(
+            config.dram, lambda: self._open_engine().memory, self._counters, self._restart
+        )
 
     def run(self, program: Program) -> list[ReadResult]:
         """Carry out a program; DeviceTimeout when a poll ends in vain, ValueError for a misaligned address.
@@ -118,6 +122,14 @@ class ModelPort:
     def close(self) -> None:
         """End the device; its memory is lost. A second call does nothing."""
         self._engine = None
+
+    def _restart(self) -> None:
+        """New memory and new command windows; counters go on."""
+        config = self.config
+        self._engine = Engine(config, self._counters, self._attend, self.features)
+        self._windows = [
+            CommandWindow(config, a, self.features, self._counters) for a in range(config.apertures)
+        ]
 
     def _open_engine(self) -> Engine:
         if self._engine is None:
