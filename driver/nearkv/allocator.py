@@ -39,6 +39,16 @@ class Extents:
         self._in_use = in_use
         self._next = 0
         self._free: set[int] = set()
+        self._added: set[int] = set()
+
+    def added(self, extents: range) -> None:
+        """Extents have become memory of the device: those that were tried in vain are tried once more."""
+        self._added.update(e for e in extents if e < self._next and e not in self._free)
+
+    def removed(self, extents: range) -> None:
+        """Extents are no longer memory of the device: they are not given out."""
+        self._free.difference_update(extents)
+        self._added.difference_update(extents)
 
     def take(self, channel: int) -> int | None:
         """An extent of a channel, or None when there is none left."""
@@ -79,7 +89,11 @@ class Extents:
         wanted = [e for e in range(first, last) if e not in self._in_use]
         self._next = last
         if not wanted:
-            return first < self._extents
+            if first < self._extents or not self._added:
+                return first < self._extents
+            self._free.update(extent for extent in sorted(self._added) if self._claim(extent, 1) is None)
+            self._added.clear()
+            return True
         if len(wanted) == wanted[-1] - wanted[0] + 1 and self._claim(wanted[0], len(wanted)) is None:
             self._free.update(wanted)
         else:

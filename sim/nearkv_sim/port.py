@@ -18,6 +18,7 @@ import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig
 
 from .events import ALL, CAPACITY, EventKind, Recording
+from .maintenance import Maintenance
 
 Lines = npt.NDArray[np.uint8]
 """Lines of data, shape [n, 64]."""
@@ -95,6 +96,10 @@ class Port(Protocol):
 
     config: DeviceConfig
     kind: str
+
+    @property
+    def maintenance(self) -> Maintenance:
+        """What can be done to it below its tenants."""
 
     def run(self, program: Program) -> list[ReadResult]:
         """Carry out a program; DeviceTimeout when a poll ends in vain, ValueError for a misaligned line."""

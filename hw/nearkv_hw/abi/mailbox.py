@@ -6,6 +6,7 @@ Payloads are `Layout`s; those that end in a list say what each of its entries is
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from uuid import UUID
 
 from .bits import Field, Layout
 
@@ -87,6 +88,12 @@ COMMAND_EFFECTS_LOG = "0da9c0b5-bf41-4b78-8f79-96b1623b3f17"
 GENERAL_MEDIA_EVENT = "fbcd0a77-c260-417f-85a9-088b1621eba6"
 DYNAMIC_CAPACITY_EVENT = "ca95afa7-f183-4018-8c2f-95268e101a2a"
 """UUIDs of logs and event records; on the wire their bytes stand in the order of the text."""
+
+
+def uuid_number(text: str) -> int:
+    """A UUID as the number that its field holds."""
+    return int.from_bytes(UUID(text).bytes, "little")
+
 
 CAPACITY_UNIT = 256 << 20
 """Capacities are counted in this many bytes."""

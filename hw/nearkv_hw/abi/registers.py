@@ -76,11 +76,6 @@ class Register(Layout):
         self.at = offset
         self.reset = self.pack({f.name: f.reset for f in fields})
 
-    @property
-    def size(self) -> int:
-        """Bytes that it takes."""
-        return self.width // 8
-
     def mask(self, *kinds: Access) -> int:
         """The bits of the fields with one of these kinds of access."""
         return sum(

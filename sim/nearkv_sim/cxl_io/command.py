@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,19 +55,9 @@ class Command:
 Commands = dict[Opcode, Command]
 
 
-def size_of(layout: Layout) -> int:
-    """Bytes of a payload."""
-    return layout.width // 8
-
-
 def entries(layout: Layout, payload: bytes, start: int, count: int) -> list[dict[str, int]]:
     """The list at the end of a payload; `Failed` unless it is as long as it says."""
-    size = size_of(layout)
+    size = layout.size
     if len(payload) != start + count * size:
         raise Failed(ReturnCode.PAYLOAD_LENGTH)
     return [layout.unpack(payload[start + i * size :][:size]) for i in range(count)]
-
-
-def uuid_number(text: str) -> int:
-    """A UUID as the number that its field holds: the bytes stand in the order of the text."""
-    return int.from_bytes(uuid.UUID(text).bytes, "little")

@@ -7,6 +7,7 @@ that runs: commands act on it through `nearkv_sim.maintenance`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from nearkv_hw.abi import DeviceConfig, pci
 from nearkv_hw.abi import cxl_registers as cxl
@@ -33,7 +34,6 @@ HDM_DECODERS = 4
 """HDM decoders of the device."""
 SERIAL_NUMBER = 0x6E65_61726B76_0001
 _SPEEDS = {32 * 10**9: 5, 64 * 10**9: 6}
-_MEDIA_TYPE = 2
 
 
 class CxlDevice:
@@ -74,6 +74,7 @@ class CxlDevice:
             )
         self.config = config
         self.interrupts: list[int] = []
+        self._erased: list[Callable[[], None]] = []
         self._maintenance = maintenance
         self._space = RegisterFile(pci.CONFIG_SPACE)
         self._identify_link(config.link)
@@ -148,6 +149,10 @@ class CxlDevice:
         else:
             registers.write(at, size, value)
 
+    def on_erased(self, erased: Callable[[], None]) -> None:
+        """What else is to happen when everything was erased."""
+        self._erased.append(erased)
+
     def poll(self) -> None:
         """Bring logs, lists and a background operation up to date with the device."""
         self._background.poll()
@@ -174,8 +179,7 @@ class CxlDevice:
         self._space["serial.high"] = SERIAL_NUMBER >> 32
         self._space["cxl.range1_size_high"] = units >> 32
         self._space.set(
-            "cxl.range1_size_low", valid=1, active=1, media_type=_MEDIA_TYPE, memory_class=_MEDIA_TYPE,
-            size_31_28=units >> 28 & 0xF,
+            "cxl.range1_size_low", valid=1, active=1, size_31_28=units >> 28 & 0xF,
         )  # fmt: skip
         self._set_ranges()
 
@@ -208,6 +212,8 @@ class CxlDevice:
         bytes_per_s = config.slices * LINE_BYTES * config.clock_mhz * 1e6
         self._background.start(opcode, config.capacity_bytes / bytes_per_s)
         self._maintenance.erase()
+        for erased in self._erased:
+            erased()
 
     def _event_status(self) -> int:
         return self._events.waiting()

@@ -6,6 +6,7 @@ given back is erased first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,12 +33,12 @@ from nearkv_hw.abi.mailbox import (
 )
 
 from ..maintenance import Ability, Maintenance
-from .command import Command, Commands, Failed, entries, size_of
+from .command import Command, Commands, Failed, entries
 from .events import Events
 
 BLOCK_BYTES = EXTENT_BYTES
 """Capacity comes and goes in blocks of this size: what a tenant can own."""
-_EXTENTS_AT_ONCE = (PAYLOAD_BYTES - size_of(EXTENTS)) // size_of(EXTENT)
+_EXTENTS_AT_ONCE = (PAYLOAD_BYTES - EXTENTS.size) // EXTENT.size
 _MORE = 1
 
 
@@ -93,8 +94,13 @@ class DynamicCapacity:
         self._maintenance = maintenance
         self._events = events
         self._generation = 0
+        self._changed: list[Callable[[int, int, bool], None]] = []
         if size:
             maintenance.withhold(base, size)
+
+    def on_changed(self, changed: Callable[[int, int, bool], None]) -> None:
+        """What else is to happen: with address and size of what came (True) or is gone (False)."""
+        self._changed.append(changed)
 
     def offer(self, start: int, length: int) -> None:
         """As a fabric manager: offer an extent to the host, which answers with Add Dynamic Capacity Response.
@@ -127,11 +133,11 @@ class DynamicCapacity:
         """The mailbox's commands; none where there is no region."""
         if not self.region.length:
             return {}
-        change = {"length": size_of(EXTENT_CHANGE), "entry": size_of(CHANGED_EXTENT)}
+        change = {"length": EXTENT_CHANGE.size, "entry": CHANGED_EXTENT.size}
         effects = Effect.IMMEDIATE_CONFIGURATION | Effect.IMMEDIATE_DATA
         return {
-            Opcode.GET_DYNAMIC_CONFIG: Command(self._config, length=size_of(GET_DYNAMIC_CONFIG)),
-            Opcode.GET_DYNAMIC_EXTENTS: Command(self._list, length=size_of(GET_EXTENTS)),
+            Opcode.GET_DYNAMIC_CONFIG: Command(self._config, length=GET_DYNAMIC_CONFIG.size),
+            Opcode.GET_DYNAMIC_EXTENTS: Command(self._list, length=GET_EXTENTS.size),
             Opcode.ADD_DYNAMIC_RESPONSE: Command(self._add, effects=effects, media=True, **change),
             Opcode.RELEASE_DYNAMIC: Command(self._release, effects=effects, media=True, **change),
         }
@@ -170,11 +176,11 @@ class DynamicCapacity:
         count = min(asked["count"], len(self.accepted) - first, _EXTENTS_AT_ONCE)
         head = EXTENTS.pack_bytes(count=count, total=len(self.accepted), generation=self._generation)
         listed = self.accepted[first : first + count]
-        return head + b"".join(_packed(piece).to_bytes(size_of(EXTENT), "little") for piece in listed)
+        return head + b"".join(_packed(piece).to_bytes(EXTENT.size, "little") for piece in listed)
 
     def _pieces(self, payload: bytes) -> list[Piece]:
         """The extents of a command, checked for themselves."""
-        head = size_of(EXTENT_CHANGE)
+        head = EXTENT_CHANGE.size
         given = EXTENT_CHANGE.unpack(payload[:head])
         listed = entries(CHANGED_EXTENT, payload, head, given["count"])
         pieces = [Piece(entry["start"], entry["length"]) for entry in listed]
@@ -201,6 +207,7 @@ class DynamicCapacity:
         for piece in pieces:
             self._maintenance.give(piece.start, piece.length)
             self.accepted.append(piece)
+            self._happened(piece, given=True)
         self._generation += bool(pieces)
         return b""
 
@@ -221,6 +228,11 @@ class DynamicCapacity:
         self.accepted += [rest for rest in left if rest.length]
         self._maintenance.withhold(piece.start, piece.length)
         self._generation += 1
+        self._happened(piece, given=False)
+
+    def _happened(self, piece: Piece, *, given: bool) -> None:
+        for changed in self._changed:
+            changed(piece.start, piece.length, given)
 
 
 def _packed(piece: Piece) -> int:

@@ -21,14 +21,15 @@ from nearkv_hw.abi.mailbox import (
     InterruptMode,
     Opcode,
     ReturnCode,
+    uuid_number,
 )
 
 from .clock import Timestamp
-from .command import Command, Commands, Failed, size_of, uuid_number
+from .command import Command, Commands, Failed
 
 _MODE_BITS = 0xF
 _MESSAGE_SHIFT = 4
-_RECORDS_AT_ONCE = (PAYLOAD_BYTES - size_of(EVENT_RECORDS)) // size_of(EVENT_RECORD)
+_RECORDS_AT_ONCE = (PAYLOAD_BYTES - EVENT_RECORDS.size) // EVENT_RECORD.size
 _ALL = 1
 _OVERFLOW, _MORE = 1, 2
 _KINDS = {GENERAL_MEDIA_EVENT: GENERAL_MEDIA, DYNAMIC_CAPACITY_EVENT: DYNAMIC_CAPACITY}
@@ -86,7 +87,7 @@ class Events:
         self._next_handle = handle % 0xFFFF + 1  # 0 is none
         kept.records[handle] = EVENT_RECORD.pack_bytes(
             uuid=uuid_number(kind),
-            length=size_of(EVENT_RECORD),
+            length=EVENT_RECORD.size,
             flags=min(log, EventLog.FATAL) if log is not EventLog.DYNAMIC_CAPACITY else EventLog.INFORMATION,
             handle=handle,
             timestamp=now_ns,
@@ -101,11 +102,11 @@ class Events:
         return {
             Opcode.GET_EVENT_RECORDS: Command(self._get, length=1),
             Opcode.CLEAR_EVENT_RECORDS: Command(
-                self._clear, length=size_of(CLEAR_EVENTS), entry=2, effects=Effect.IMMEDIATE_LOG
+                self._clear, length=CLEAR_EVENTS.size, entry=2, effects=Effect.IMMEDIATE_LOG
             ),
             Opcode.GET_EVENT_INTERRUPTS: Command(self._get_policy),
             Opcode.SET_EVENT_INTERRUPTS: Command(
-                self._set_policy, length=size_of(EVENT_INTERRUPTS), effects=Effect.IMMEDIATE_POLICY
+                self._set_policy, length=EVENT_INTERRUPTS.size, effects=Effect.IMMEDIATE_POLICY
             ),
         }
 
@@ -128,8 +129,8 @@ class Events:
         return head + b"".join(records)
 
     def _clear(self, payload: bytes) -> bytes:
-        given = CLEAR_EVENTS.unpack(payload[: size_of(CLEAR_EVENTS)])
-        listed = payload[size_of(CLEAR_EVENTS) :]
+        given = CLEAR_EVENTS.unpack(payload[: CLEAR_EVENTS.size])
+        listed = payload[CLEAR_EVENTS.size :]
         handles = [int.from_bytes(listed[i : i + 2], "little") for i in range(0, len(listed), 2)]
         log = self._log(given["log"])
         if given["flags"] & _ALL:

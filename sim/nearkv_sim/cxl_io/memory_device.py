@@ -29,11 +29,12 @@ from nearkv_hw.abi.mailbox import (
     EventLog,
     Opcode,
     ReturnCode,
+    uuid_number,
 )
 
 from ..maintenance import Ability, Maintenance
 from .clock import Timestamp
-from .command import Command, Commands, Failed, size_of, uuid_number
+from .command import Command, Commands, Failed
 from .events import Events
 
 _FIRMWARE = b"nearkv"
@@ -93,15 +94,15 @@ class MemoryDevice:
             Opcode.GET_TIMESTAMP: Command(lambda _: self._timestamp.now_ns().to_bytes(8, "little")),
             Opcode.SET_TIMESTAMP: Command(self._set_timestamp, length=8, effects=policy),
             Opcode.GET_SUPPORTED_LOGS: Command(self._supported_logs),
-            Opcode.GET_LOG: Command(self._get_log, length=size_of(GET_LOG), media=True),
+            Opcode.GET_LOG: Command(self._get_log, length=GET_LOG.size, media=True),
             Opcode.IDENTIFY: Command(self._identify),
             Opcode.GET_PARTITION: Command(self._partition, media=True),
             Opcode.SET_PARTITION: Command(
-                self._set_partition, length=size_of(SET_PARTITION), effects=configuration, media=True
+                self._set_partition, length=SET_PARTITION.size, effects=configuration, media=True
             ),
             Opcode.GET_HEALTH: Command(self._health),
             Opcode.GET_ALERTS: Command(self._alerts),
-            Opcode.SET_ALERTS: Command(self._set_alerts, length=size_of(SET_ALERTS), effects=policy),
+            Opcode.SET_ALERTS: Command(self._set_alerts, length=SET_ALERTS.size, effects=policy),
             Opcode.GET_SHUTDOWN: Command(lambda _: bytes([self._dirty])),
             Opcode.SET_SHUTDOWN: Command(self._set_shutdown, length=1, effects=policy),
         }

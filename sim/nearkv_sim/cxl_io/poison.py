@@ -21,10 +21,10 @@ from nearkv_hw.abi.mailbox import (
 
 from ..maintenance import Ability, Maintenance
 from .clock import Timestamp
-from .command import Command, Commands, Failed, size_of
+from .command import Command, Commands, Failed
 from .events import Events
 
-_ENTRIES_AT_ONCE = (PAYLOAD_BYTES - size_of(POISON_LIST)) // size_of(POISON_ENTRY)
+_ENTRIES_AT_ONCE = (PAYLOAD_BYTES - POISON_LIST.size) // POISON_ENTRY.size
 _VOLATILE, _UNCORRECTABLE, _CHANNEL = 1, 1, 1
 _MORE, _OVERFLOW = 1, 2
 _HOST_READ, _INJECTED = 1, 4
@@ -48,6 +48,8 @@ class PoisonList:
         self._events = events
         self._timestamp = timestamp
         self._told: set[int] = set()
+        self._following: tuple[bytes, int] | None = None
+        """A request whose answer was not all, and how many entries of it the host has."""
         self._overflow_ns = 0
         self._overflowed = False
 
@@ -65,14 +67,14 @@ class PoisonList:
 
     def commands(self) -> Commands:
         """The mailbox's commands, as far as the device lets itself be poisoned and repaired."""
-        found: Commands = {Opcode.GET_POISON: Command(self._get, length=size_of(GET_POISON), media=True)}
+        found: Commands = {Opcode.GET_POISON: Command(self._get, length=GET_POISON.size, media=True)}
         if Ability.POISON in self._maintenance.abilities:
             found[Opcode.INJECT_POISON] = Command(
                 self._inject, length=8, effects=Effect.IMMEDIATE_DATA, media=True
             )
         if Ability.REPAIR in self._maintenance.abilities:
             found[Opcode.CLEAR_POISON] = Command(
-                self._clear, length=size_of(CLEAR_POISON), effects=Effect.IMMEDIATE_DATA, media=True
+                self._clear, length=CLEAR_POISON.size, effects=Effect.IMMEDIATE_DATA, media=True
             )
         return found
 
@@ -98,14 +100,16 @@ class PoisonList:
             raise Failed(ReturnCode.INVALID_ADDRESS)
         listed = list(self._maintenance.poisoned().items())[:POISON_LIST_LIMIT]
         inside = [(address, injected) for address, injected in listed if begin <= address < end]
-        flags = _MORE * (len(inside) > _ENTRIES_AT_ONCE) | _OVERFLOW * self._overflowed
-        head = POISON_LIST.pack_bytes(
-            flags=flags, overflow=self._overflow_ns, count=min(len(inside), _ENTRIES_AT_ONCE)
-        )
+        start = self._following[1] if self._following and self._following[0] == payload else 0
+        end_at = start + _ENTRIES_AT_ONCE
+        self._following = (payload, end_at) if end_at < len(inside) else None
+        flags = _MORE * bool(self._following) | _OVERFLOW * self._overflowed
+        inside = inside[start:end_at]
+        head = POISON_LIST.pack_bytes(flags=flags, overflow=self._overflow_ns, count=len(inside))
         sources = {True: PoisonSource.INJECTED, False: PoisonSource.INTERNAL}
         return head + b"".join(
             POISON_ENTRY.pack_bytes(address=address | sources[injected], length=1)
-            for address, injected in inside[:_ENTRIES_AT_ONCE]
+            for address, injected in inside
         )
 
     def _inject(self, payload: bytes) -> bytes:

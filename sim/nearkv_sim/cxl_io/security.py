@@ -20,7 +20,7 @@ from nearkv_hw.abi.mailbox import (
     SecurityFlag,
 )
 
-from .command import Command, Commands, Failed, size_of
+from .command import Command, Commands, Failed
 
 _MASTER, _USER = 0, 1
 
@@ -83,14 +83,12 @@ class Security:
     def commands(self) -> Commands:
         """The mailbox's commands."""
         wipe = Effect.IMMEDIATE_DATA | Effect.SECURITY | Effect.BACKGROUND
-        one = size_of(PASSPHRASE)
+        one = PASSPHRASE.size
         return {
             Opcode.SANITIZE: Command(self._sanitize, effects=wipe, media=True),
             Opcode.SECURE_ERASE: Command(self._secure_erase, effects=wipe, media=True),
             Opcode.GET_SECURITY: Command(lambda _: self.state.to_bytes(4, "little")),
-            Opcode.SET_PASSPHRASE: Command(
-                self._set, length=size_of(SET_PASSPHRASE), effects=Effect.SECURITY
-            ),
+            Opcode.SET_PASSPHRASE: Command(self._set, length=SET_PASSPHRASE.size, effects=Effect.SECURITY),
             Opcode.DISABLE_PASSPHRASE: Command(self._disable, length=one, effects=Effect.SECURITY),
             Opcode.UNLOCK: Command(self._unlock, length=PASSPHRASE_BYTES, effects=Effect.SECURITY),
             Opcode.FREEZE: Command(self._freeze, effects=Effect.SECURITY),

@@ -1,0 +1,99 @@
+"""What can be done to simulated hardware below its tenants: bits of its DRAM are inverted, it is reset."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from nearkv_hw.abi.dram import Dram
+from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.window import MEMORY_COUNTERS, MEMORY_COUNTERS_LINE, register_address
+
+from .maintenance import Ability
+from .port import Access, Operation, Port, Read, ReadResult, Write
+
+_TWO_BITS = (0, 1)
+_EVERY_BYTE = np.uint64((1 << LINE_BYTES) - 1)
+
+
+class Injections:
+    """`Maintenance` of a device at its RTL. It knows of lines that were poisoned here, and of those that a
+    host's read found; a host's write of a whole line takes it off the list.
+
+    Parameters
+    ----------
+    port : the device, which has this one.
+    restart : starts a port anew, with an empty memory, where that is possible.
+    """
+
+    def __init__(self, port: Port, restart: Callable[[Any], None] | None = None) -> None:
+        self._port: Port = weakref.proxy(port)
+        self._restart = restart
+        self._lines: dict[int, bool] = {}
+        self.abilities = Ability(0)
+        if port.config.dram is not Dram.FIXED:
+            self.abilities |= Ability.POISON
+        if restart is not None:
+            self.abilities |= Ability.ERASE
+
+    def observe(self, program: Sequence[Operation], results: Sequence[ReadResult]) -> None:
+        """Learn from what a program did."""
+        left = iter(results)
+        for operation in program:
+            if isinstance(operation, Read):
+                access = next(left).access
+                if access.any():
+                    for address in operation.addresses[access == Access.POISON].tolist():
+                        self._lines.setdefault(self._device_address(address), False)
+            elif isinstance(operation, Write) and self._lines:
+                written = operation.addresses
+                if operation.enables is not None:
+                    written = written[operation.enables == _EVERY_BYTE]
+                for address in written.tolist():
+                    self._lines.pop(self._device_address(address), None)
+
+    def poison(self, address: int) -> None:
+        """See `Maintenance.poison`."""
+        if address not in self._lines:
+            self._port.inject(address, _TWO_BITS)
+        self._lines[address] = True
+
+    def poisoned(self) -> dict[int, bool]:
+        """See `Maintenance.poisoned`."""
+        return dict(sorted(self._lines.items()))
+
+    def corrected(self) -> int:
+        """See `Maintenance.corrected`."""
+        config = self._port.config
+        addresses = [
+            register_address(config, 0, MEMORY_COUNTERS_LINE + slice_) for slice_ in range(config.slices)
+        ]
+        (result,) = self._port.run([Read(np.array(addresses, np.uint64))])
+        return sum(MEMORY_COUNTERS.unpack(line.tobytes())["corrected"] for line in result.data)
+
+    def erase(self) -> None:
+        """See `Maintenance.erase`."""
+        if self._restart is None:
+            self._lacks("cannot be erased while it runs; open another one")
+        self._restart(self._port)
+        self._lines.clear()
+
+    def repair(self, address: int, data: bytes) -> NoReturn:
+        """RuntimeError: the host writes the line."""
+        self._lacks("lets nobody but its tenants write a line")
+
+    def withhold(self, address: int, size: int) -> NoReturn:
+        """RuntimeError: its owner table knows tenants alone."""
+        self._lacks("cannot keep memory from its tenants")
+
+    def give(self, address: int, size: int) -> NoReturn:
+        """RuntimeError, for nothing is withheld."""
+        self._lacks("cannot keep memory from its tenants")
+
+    def _device_address(self, host_address: int) -> int:
+        return host_address % self._port.config.aperture_bytes
+
+    def _lacks(self, text: str) -> NoReturn:
+        raise RuntimeError(f"the {self._port.kind} device {text}")
