@@ -7,20 +7,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 from nearkv_hw.abi.dram import Dram
 from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.mailbox import PoisonSource
 from nearkv_hw.abi.window import MEMORY_COUNTERS, MEMORY_COUNTERS_LINE, register_address
 
 from .maintenance import Ability
-from .port import Access, Operation, Port, Read, ReadResult, Write
+from .port import Access, Addresses, Operation, Port, Read, ReadResult, Write
 
 _TWO_BITS = (0, 1)
 _EVERY_BYTE = np.uint64((1 << LINE_BYTES) - 1)
 
 
 class Injections:
-    """`Maintenance` of a device at its RTL. It knows of lines that were poisoned here, and of those that a
-    host's read found; a host's write of a whole line takes it off the list.
+    """`Maintenance` of a device at its RTL.
+
+    It knows of lines that were poisoned here or by a host's write, and of those that a host's read found; a
+    host's clean write of a whole line takes it off the list.
 
     Parameters
     ----------
@@ -31,7 +35,7 @@ class Injections:
     def __init__(self, port: Port, restart: Callable[[Any], None] | None = None) -> None:
         self._port: Port = weakref.proxy(port)
         self._restart = restart
-        self._lines: dict[int, bool] = {}
+        self._lines: dict[int, PoisonSource] = {}
         self.abilities = Ability(0)
         if port.config.dram is not Dram.FIXED:
             self.abilities |= Ability.POISON
@@ -44,23 +48,39 @@ class Injections:
         for operation in program:
             if isinstance(operation, Read):
                 access = next(left).access
-                if access.any():
-                    for address in operation.addresses[access == Access.POISON].tolist():
-                        self._lines.setdefault(self._device_address(address), False)
-            elif isinstance(operation, Write) and self._lines:
-                written = operation.addresses
-                if operation.enables is not None:
-                    written = written[operation.enables == _EVERY_BYTE]
-                for address in written.tolist():
-                    self._lines.pop(self._device_address(address), None)
+                if access.any() or self._lines:
+                    self._observe_read(operation, access)
+            elif isinstance(operation, Write) and (self._lines or operation.poison):
+                self._observe_write(operation)
+
+    def _observe_read(self, read: Read, access: npt.NDArray[np.uint8]) -> None:
+        for address in self._device_addresses(read.addresses[access == Access.POISON]):
+            self._lines.setdefault(address, PoisonSource.INTERNAL)
+        for address in self._device_addresses(read.addresses[access == Access.DATA]):
+            self._lines.pop(address, None)
+
+    def _observe_write(self, write: Write) -> None:
+        if write.poison:
+            self._lines.update(dict.fromkeys(self._device_addresses(write.addresses), PoisonSource.EXTERNAL))
+            return
+        written = write.addresses if write.enables is None else write.addresses[write.enables == _EVERY_BYTE]
+        for address in self._device_addresses(written):
+            self._lines.pop(address, None)
+
+    def _device_addresses(self, hosts: Addresses) -> list[int]:
+        """Of those that are memory's, not a window's."""
+        config = self._port.config
+        inside = hosts % np.uint64(config.aperture_bytes)
+        found: list[int] = inside[inside < config.capacity_bytes].tolist()
+        return found
 
     def poison(self, address: int) -> None:
         """See `Maintenance.poison`."""
         if address not in self._lines:
             self._port.inject(address, _TWO_BITS)
-        self._lines[address] = True
+        self._lines[address] = PoisonSource.INJECTED
 
-    def poisoned(self) -> dict[int, bool]:
+    def poisoned(self) -> dict[int, PoisonSource]:
         """See `Maintenance.poisoned`."""
         return dict(sorted(self._lines.items()))
 
@@ -91,9 +111,6 @@ class Injections:
     def give(self, address: int, size: int) -> NoReturn:
         """RuntimeError, for nothing is withheld."""
         self._lacks("cannot keep memory from its tenants")
-
-    def _device_address(self, host_address: int) -> int:
-        return host_address % self._port.config.aperture_bytes
 
     def _lacks(self, text: str) -> NoReturn:
         raise RuntimeError(f"the {self._port.kind} device {text}")

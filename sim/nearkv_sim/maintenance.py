@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import IntFlag
 from typing import Protocol
 
+from nearkv_hw.abi.mailbox import PoisonSource
+
 
 class Ability(IntFlag):
     """What can be done to a device."""
@@ -39,8 +41,8 @@ class Maintenance(Protocol):
     def repair(self, address: int, data: bytes) -> None:
         """Write 64 bytes over a line, whoever owns it; it is no longer poisoned."""
 
-    def poisoned(self) -> dict[int, bool]:
-        """Addresses of poisoned lines that are known, and whether `poison` did it; else a read found it."""
+    def poisoned(self) -> dict[int, PoisonSource]:
+        """Addresses of poisoned lines that are known, and where their poison comes from."""
 
     def corrected(self) -> int:
         """Lines read with a wrong bit that was put right, since reset."""

@@ -39,12 +39,14 @@ class Access(IntEnum):
 class Write:
     """Write lines; with `enables` (uint64 [n], one bit per byte) only the enabled bytes (MemWrPtl).
 
+    With `poison` the host says that the data is bad: memory keeps it so, and reads of it are poisoned.
     Writes and reads between two fences may be carried out in any order.
     """
 
     addresses: Addresses
     data: Lines
     enables: npt.NDArray[np.uint64] | None = None
+    poison: bool = False
 
 
 @dataclass(frozen=True)

@@ -182,9 +182,10 @@ class RtlPort:
 def _native(operation: Operation, results: list[ReadResult]) -> NativeOperation:
     """The operation for C++; room for what it reads is added to `results`."""
     match operation:
-        case Write(addresses, data, enables):
+        case Write(addresses, data, enables, poison):
             return NativeOperation(
                 kind=Kind.WRITE,
+                poison=poison,
                 count=len(addresses),
                 addresses=addresses.ctypes.data,
                 data=data.ctypes.data,

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import nearkv
+import numpy as np
 import pytest
 import torch
 from driver_cases import context, expected, filled, same_bits, values
@@ -17,6 +18,7 @@ from nearkv_hw.abi import pci
 from nearkv_hw.abi.cxl_registers import ComponentCapability, DeviceCapability
 from nearkv_hw.abi.mailbox import CHANGED_EXTENT, EXTENT_CHANGE, IDENTIFY, Opcode, PoisonSource, ReturnCode
 from nearkv_hw.abi.pci import DvsecId
+from nearkv_sim.port import Access, Read, Write
 from typer.testing import CliRunner
 
 GIB = 1 << 30
@@ -134,6 +136,23 @@ def test_a_job_over_an_injected_line_names_its_page(cached):
         attend()
     assert caught.value.page == 2
     assert device.cxl().poison() == [(page, PoisonSource.INJECTED)]
+
+
+def test_a_poisoned_write_is_what_a_job_meets(cached):
+    """A line of V that the host wrote as bad is listed, read as poison and ends a job; until written anew."""
+    device, kv, handle, attend, wanted = cached
+    page = int(kv._sequences.table(handle, 0).page_addresses(0, 2)[0, 1]) + kv._layout.v_offset(0)
+    address = np.array([page], np.uint64)
+    (held,) = device._port.run([Read(address)])
+    device._port.run([Write(address, held.data, poison=True)])
+    assert device.cxl().poison() == [(page, PoisonSource.EXTERNAL)]
+    (again,) = device._port.run([Read(address)])
+    assert again.access[0] == Access.POISON
+    with pytest.raises(DeviceError, match="page 1"):
+        attend()
+    device._port.run([Write(address, held.data)])
+    assert device.cxl().poison() == []
+    assert same_bits(attend(), wanted)
 
 
 @pytest.mark.rtl

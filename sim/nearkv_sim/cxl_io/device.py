@@ -15,7 +15,7 @@ from nearkv_hw.abi.config import Link
 from nearkv_hw.abi.cxl_registers import ComponentCapability, DeviceCapability, MediaStatus
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.link import RATES
-from nearkv_hw.abi.mailbox import CAPACITY_UNIT, Opcode
+from nearkv_hw.abi.mailbox import CAPACITY_UNIT, Opcode, PoisonSource
 from nearkv_hw.abi.registers import Access, Register
 
 from ..maintenance import Ability, Maintenance
@@ -74,6 +74,8 @@ class CxlDevice:
             )
         self.config = config
         self.interrupts: list[int] = []
+        self._corrected = 0
+        self._poisoned_writes: set[int] = set()
         self._erased: list[Callable[[], None]] = []
         self._maintenance = maintenance
         self._space = RegisterFile(pci.CONFIG_SPACE)
@@ -130,16 +132,16 @@ class CxlDevice:
 
     def read(self, bar: int, offset: int, size: int = 4) -> int:
         """A read of a register behind a BAR; ValueError where there are none."""
-        self.poll()
         found = self._registers(bar, offset)
         if found is None:
             return self._table(bar, offset, size)
         registers, at = found
+        if registers in (self._ras, self._status, self._memory_status):
+            self.poll()
         return registers.read(at, size)
 
     def write(self, bar: int, offset: int, value: int, size: int = 4) -> None:
         """A write of a register behind a BAR."""
-        self.poll()
         found = self._registers(bar, offset)
         if found is None:
             return
@@ -158,8 +160,7 @@ class CxlDevice:
         self._background.poll()
         self._poison.poll()
         self._memory.poll()
-        if self._maintenance.corrected():
-            self._ras.set("correctable_status", status=cxl.Correctable.MEM_ECC)
+        self._report_errors()
 
     def reset(self) -> None:
         """A conventional reset: registers as at first, a passphrase locks. Logs and memory stay."""
@@ -172,6 +173,19 @@ class CxlDevice:
         self._security.reset()
         self._memory.reset()
         self._set_up()
+
+    def _report_errors(self) -> None:
+        """Set the status of errors that have happened since the last time."""
+        corrected = self._maintenance.corrected()
+        written = {a for a, s in self._maintenance.poisoned().items() if s is PoisonSource.EXTERNAL}
+        if corrected > self._corrected:
+            self._raise("correctable_status", cxl.Correctable.MEM_ECC)
+        if written - self._poisoned_writes:
+            self._raise("uncorrectable_status", cxl.Uncorrectable.POISON)
+        self._corrected, self._poisoned_writes = corrected, written
+
+    def _raise(self, register: str, error: int) -> None:
+        self._ras.set(register, status=self._ras.field(register, "status") | error)
 
     def _set_up(self) -> None:
         units = self.config.capacity_bytes

@@ -27,7 +27,7 @@ from .events import Events
 _ENTRIES_AT_ONCE = (PAYLOAD_BYTES - POISON_LIST.size) // POISON_ENTRY.size
 _VOLATILE, _UNCORRECTABLE, _CHANNEL = 1, 1, 1
 _MORE, _OVERFLOW = 1, 2
-_HOST_READ, _INJECTED = 1, 4
+_HOST_READ, _HOST_WRITE, _INJECTED = 1, 2, 4
 
 
 class PoisonList:
@@ -54,14 +54,16 @@ class PoisonList:
         self._overflowed = False
 
     def poll(self) -> None:
-        """Tell of lines that reads have found since."""
+        """Tell of lines that reads have found since, and of those that hosts have poisoned."""
         found = self._maintenance.poisoned()
         self._told &= set(found)
-        for address, injected in found.items():
+        for address, source in found.items():
             if address not in self._told:
                 self._told.add(address)
-                if not injected:
+                if source is PoisonSource.INTERNAL:
                     self._tell(EventLog.FAILURE, address, _HOST_READ)
+                elif source is PoisonSource.EXTERNAL:
+                    self._tell(EventLog.INFORMATION, address, _HOST_WRITE)
         if len(found) > POISON_LIST_LIMIT and not self._overflowed:
             self._overflowed, self._overflow_ns = True, self._timestamp.now_ns()
 
@@ -99,17 +101,15 @@ class PoisonList:
         if end > self._config.capacity_bytes:
             raise Failed(ReturnCode.INVALID_ADDRESS)
         listed = list(self._maintenance.poisoned().items())[:POISON_LIST_LIMIT]
-        inside = [(address, injected) for address, injected in listed if begin <= address < end]
+        inside = [(address, source) for address, source in listed if begin <= address < end]
         start = self._following[1] if self._following and self._following[0] == payload else 0
         end_at = start + _ENTRIES_AT_ONCE
         self._following = (payload, end_at) if end_at < len(inside) else None
         flags = _MORE * bool(self._following) | _OVERFLOW * self._overflowed
         inside = inside[start:end_at]
         head = POISON_LIST.pack_bytes(flags=flags, overflow=self._overflow_ns, count=len(inside))
-        sources = {True: PoisonSource.INJECTED, False: PoisonSource.INTERNAL}
         return head + b"".join(
-            POISON_ENTRY.pack_bytes(address=address | sources[injected], length=1)
-            for address, injected in inside
+            POISON_ENTRY.pack_bytes(address=address | source, length=1) for address, source in inside
         )
 
     def _inject(self, payload: bytes) -> bytes:

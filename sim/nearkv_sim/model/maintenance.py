@@ -7,6 +7,7 @@ from collections.abc import Callable
 from nearkv_hw.abi.config import EXTENT_SHIFT
 from nearkv_hw.abi.dram import Dram
 from nearkv_hw.abi.lines import LINE_SHIFT
+from nearkv_hw.abi.mailbox import PoisonSource
 
 from ..maintenance import Ability
 from .counters import Counters
@@ -44,9 +45,9 @@ class ModelMaintenance:
         self._need(Ability.REPAIR)
         self._memory().repair(address >> LINE_SHIFT, data)
 
-    def poisoned(self) -> dict[int, bool]:
+    def poisoned(self) -> dict[int, PoisonSource]:
         """See `Maintenance.poisoned`."""
-        return {line << LINE_SHIFT: injected for line, injected in self._memory().lost().items()}
+        return {line << LINE_SHIFT: source for line, source in self._memory().lost().items()}
 
     def corrected(self) -> int:
         """See `Maintenance.corrected`."""

@@ -32,8 +32,8 @@ _EVERY_BYTE = np.ones((1, LINE_BYTES), np.bool_)
 class ModelPort:
     """A device in software that behaves, program by program, as the hardware does.
 
-    Work is done when the doorbell is rung, so a poll sees at once whatever it will ever see. Poison comes
-    from `inject` alone: a program cannot write it. Cycles are an estimate (`timing`).
+    Work is done when the doorbell is rung, so a poll sees at once whatever it will ever see. Cycles are an
+    estimate (`timing`).
 
     Parameters
     ----------
@@ -143,19 +143,26 @@ class ModelPort:
         for area in areas:
             some = None if enables is None else enables[area.which]
             if not area.window:
-                engine.memory.write(area.offsets >> LINE_SHIFT, data[area.which], area.aperture, some)
+                lines = area.offsets >> LINE_SHIFT
+                engine.memory.write(lines, data[area.which], area.aperture, some, poison=write.poison)
             else:
-                self._write_window(engine, area, data[area.which], some)
+                self._write_window(engine, area, data[area.which], some, poison=write.poison)
 
     def _write_window(
-        self, engine: Engine, area: _Area, data: Lines, enables: npt.NDArray[np.uint64] | None
+        self,
+        engine: Engine,
+        area: _Area,
+        data: Lines,
+        enables: npt.NDArray[np.uint64] | None,
+        *,
+        poison: bool,
     ) -> None:
         window = self._windows[area.aperture]
-        if enables is None and window.post(area.offsets, data):
+        if enables is None and not poison and window.post(area.offsets, data):
             return
         every = _EVERY_BYTE.repeat(len(data), axis=0) if enables is None else enabled_bytes(enables)
         for offset, line, enabled in zip(area.offsets.tolist(), data, every, strict=True):
-            if window.write(offset, line, enabled):
+            if window.write(offset, line, enabled, poison=poison):
                 engine.serve(window)
 
     def _read(self, memory: Memory, addresses: Addresses) -> ReadResult:

@@ -1,9 +1,14 @@
 """One device: what the mailbox poisons is what CXL.mem reads, and what reads find is in the list."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from nearkv_hw.abi import cxl_registers as cxl
+from nearkv_hw.abi import pci, window
 from nearkv_hw.abi.mailbox import (
     CLEAR_POISON,
+    GENERAL_MEDIA,
     GET_POISON,
     POISON_ENTRY,
     POISON_LIST,
@@ -13,6 +18,7 @@ from nearkv_hw.abi.mailbox import (
     PoisonSource,
     ReturnCode,
 )
+from nearkv_hw.abi.window import RING, RING_LINE
 from nearkv_sim.port import Access, Read, Write
 from rawhost import RawHost
 
@@ -31,11 +37,10 @@ def read(setup, address):
     return result.access[0], result.data[0].tobytes()
 
 
-def write(setup, address, data, enables=None):
+def write(setup, address, data, enables=None, poison=False):
     given = None if enables is None else np.array([enables], np.uint64)
-    setup.port.run(
-        [Write(np.array([address], np.uint64), np.frombuffer(data, np.uint8).reshape(1, 64), given)]
-    )
+    line = np.frombuffer(data, np.uint8).reshape(1, 64)
+    setup.port.run([Write(np.array([address], np.uint64), line, given, poison)])
 
 
 def listed(setup, address=0, lines=CAPACITY // 64):
@@ -81,6 +86,41 @@ def test_clear_poison_gives_the_line_new_data(owned):
     assert owned.code(Opcode.CLEAR_POISON, asked) == ReturnCode.SUCCESS
     assert read(owned, 64) == (Access.DATA, data)
     assert listed(owned) == (0, [])
+
+
+def test_a_poisoned_write_is_listed_and_read(owned):
+    """The host says that data is bad; it stays so until the line is written as a whole."""
+    write(owned, 256, b"\1" * 64, poison=True)
+    assert read(owned, 256)[0] == Access.POISON
+    assert listed(owned) == (0, [(256, PoisonSource.EXTERNAL)])
+    (record,) = owned.records(EventLog.INFORMATION)[1]
+    assert GENERAL_MEDIA.unpack(record["data"])["transaction"] == 2
+    ras = cxl.CACHE_MEM_OFFSET + cxl.COMPONENT_PLACES[cxl.ComponentCapability.RAS][1]
+    assert owned.device.read(pci.COMPONENT_BAR, ras) == cxl.Uncorrectable.POISON
+    owned.device.write(pci.COMPONENT_BAR, ras, cxl.Uncorrectable.POISON)
+    assert owned.device.read(pci.COMPONENT_BAR, ras) == 0
+    write(owned, 256, b"\2" * 64, enables=1)
+    assert read(owned, 256)[0] == Access.POISON
+    write(owned, 256, b"\3" * 64)
+    assert read(owned, 256) == (Access.DATA, b"\3" * 64)
+    assert listed(owned) == (0, [])
+    write(owned, 3 << 20, b"\1" * 64, poison=True)
+    assert listed(owned) == (0, []), "the tenant does not own it"
+
+
+def test_poison_in_the_command_window(owned):
+    """A poisoned doorbell is refused; poisoned descriptors are none."""
+    host = RawHost(owned.port)
+    errors = host.counters()["errors"]
+    tail = host.register(RING_LINE, RING)["tail"]
+    owned.port.run([replace(host.doorbell(tail + 1), poison=True)])
+    assert host.counters()["errors"] == errors + 1
+    assert host.register(RING_LINE, RING)["tail"] == tail
+    slot = window.descriptor_address(owned.port.config, 0, tail)
+    write(owned, slot, b"\5" * 64, poison=True)
+    write(owned, slot + 64, b"\5" * 64, poison=True)
+    assert read(owned, slot) == (Access.DATA, bytes(64))
+    assert read(owned, slot + 64) == (Access.DATA, b"\xff" * 64)
 
 
 def test_what_a_read_finds_is_listed_and_told(owned):
