@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from nearkv_hw.abi.bits import Layout
 from nearkv_hw.abi.dram import Dram
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.mailbox import PoisonSource
-from nearkv_hw.abi.window import MEMORY_COUNTERS, MEMORY_COUNTERS_LINE, register_address
+from nearkv_hw.abi.window import (
+    DEVICE_COUNTERS,
+    DEVICE_COUNTERS_LINE,
+    MEMORY_COUNTERS,
+    MEMORY_COUNTERS_LINE,
+    register_address,
+)
 
 from .maintenance import Ability
 from .port import Access, Addresses, Operation, Port, Read, ReadResult, Write
@@ -36,6 +43,7 @@ class Injections:
         self._port: Port = weakref.proxy(port)
         self._restart = restart
         self._lines: dict[int, PoisonSource] = {}
+        self._own_reads = 0
         self.abilities = Ability(0)
         if port.config.dram is not Dram.FIXED:
             self.abilities |= Ability.POISON
@@ -86,12 +94,20 @@ class Injections:
 
     def corrected(self) -> int:
         """See `Maintenance.corrected`."""
-        config = self._port.config
-        addresses = [
-            register_address(config, 0, MEMORY_COUNTERS_LINE + slice_) for slice_ in range(config.slices)
-        ]
+        lines = (MEMORY_COUNTERS_LINE + slice_ for slice_ in range(self._port.config.slices))
+        return sum(told["corrected"] for told in self._read_registers(lines, MEMORY_COUNTERS))
+
+    def traffic(self) -> tuple[int, int, int]:
+        """See `Maintenance.traffic`; what was read here does not count."""
+        (told,) = self._read_registers([DEVICE_COUNTERS_LINE], DEVICE_COUNTERS)
+        return told["cycles"], told["link_reads"] - self._own_reads, told["link_writes"]
+
+    def _read_registers(self, lines: Iterable[int], layout: Layout) -> list[dict[str, int]]:
+        """Register lines of the first aperture's window."""
+        addresses = [register_address(self._port.config, 0, line) for line in lines]
         (result,) = self._port.run([Read(np.array(addresses, np.uint64))])
-        return sum(MEMORY_COUNTERS.unpack(line.tobytes())["corrected"] for line in result.data)
+        self._own_reads += len(addresses)
+        return [layout.unpack(line.tobytes()) for line in result.data]
 
     def erase(self) -> None:
         """See `Maintenance.erase`."""
@@ -99,6 +115,7 @@ class Injections:
             self._lacks("cannot be erased while it runs; open another one")
         self._restart(self._port)
         self._lines.clear()
+        self._own_reads = 0
 
     def repair(self, address: int, data: bytes) -> NoReturn:
         """RuntimeError: the host writes the line."""

@@ -47,6 +47,9 @@ class Maintenance(Protocol):
     def corrected(self) -> int:
         """Lines read with a wrong bit that was put right, since reset."""
 
+    def traffic(self) -> tuple[int, int, int]:
+        """Cycles since reset, and messages from the host that read and that write."""
+
     def erase(self) -> None:
         """Erase all memory: nobody owns any, no line is poisoned, command windows are as after reset."""
 

@@ -18,7 +18,7 @@ from nearkv_hw.abi import pci
 from nearkv_hw.abi.cxl_registers import ComponentCapability, DeviceCapability
 from nearkv_hw.abi.mailbox import CHANGED_EXTENT, EXTENT_CHANGE, IDENTIFY, Opcode, PoisonSource, ReturnCode
 from nearkv_hw.abi.pci import DvsecId
-from nearkv_sim.port import Access, Read, Write
+from nearkv_sim.port import Access, Fence, Read, Write
 from typer.testing import CliRunner
 
 GIB = 1 << 30
@@ -43,7 +43,7 @@ def test_a_host_finds_the_device(model):
     host = model.cxl()
     assert model.cxl() is host
     assert set(host.dvsecs) == set(DvsecId)
-    assert [(bar.number, bar.size) for bar in host.bars] == [(0, 1 << 16), (2, 1 << 12)]
+    assert [(bar.number, bar.size) for bar in host.bars] == [(0, 1 << 16), (2, 1 << 12), (4, 1 << 12)]
     assert all(bar.address % bar.size == 0 and bar.address >= BAR_BASE for bar in host.bars)
     assert host.place(ComponentCapability.HDM)[0] == pci.COMPONENT_BAR
     assert host.place(DeviceCapability.MAILBOX)[0] == pci.DEVICE_BAR
@@ -69,7 +69,7 @@ def test_lspci_decodes_the_dump(model, tmp_path):
     assert "Region 0: Memory at fe0000000000 (64-bit, non-prefetchable)" in told
     assert "LnkSta:\tSpeed 64GT/s, Width x8" in told
     assert "Device Serial Number 6e-65-61-72-6b-76-00-01" in told
-    for identifier, revision, length in ((0, 3, 60), (5, 0, 16), (7, 2, 32), (8, 0, 28)):
+    for identifier, revision, length in ((0, 3, 60), (5, 0, 16), (7, 2, 32), (8, 0, 36)):
         assert f"Vendor=1e98 ID=000{identifier} Rev={revision} Len={length}: CXL" in told
     assert "CXLCap:\tCache- IO+ Mem+ Mem HW Init+ HDMCount 1" in told
     assert "CXLCtl:\tCache- IO+ Mem+" in told
@@ -153,6 +153,21 @@ def test_a_poisoned_write_is_what_a_job_meets(cached):
     device._port.run([Write(address, held.data)])
     assert device.cxl().poison() == []
     assert same_bits(attend(), wanted)
+
+
+def test_the_cpmu_counts_what_the_link_carries(cached):
+    """Messages of a program, each once; asking for the counters adds none."""
+    device, kv, handle, _, _ = cached
+    host = device.cxl()
+    page = int(kv._sequences.table(handle, 0).page_addresses(0, 1)[0, 0])
+    addresses = page + 64 * np.arange(7, dtype=np.uint64)
+    before = host.counters()
+    assert {**host.counters(), "clock_ticks": 0} == {**before, "clock_ticks": 0}
+    device._port.run([Read(addresses), Fence(), Write(addresses[:5], np.zeros((5, 64), np.uint8))])
+    after = host.counters()
+    assert after["m2s_req"] - before["m2s_req"] == 7
+    assert after["m2s_rwd"] - before["m2s_rwd"] == 5
+    assert after["clock_ticks"] > before["clock_ticks"]
 
 
 @pytest.mark.rtl

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nearkv_hw.abi import cxl_registers as cxl
 from nearkv_hw.abi import hdm, pci
+from nearkv_hw.abi.cpmu import COUNTERS, CPMU
 from nearkv_hw.abi.cxl_registers import (
     MAILBOX,
     PAYLOAD_BYTES,
@@ -163,6 +164,14 @@ class CxlHost:
             more = bool(head["flags"] & 1)
         return found
 
+    def counters(self) -> dict[str, int]:
+        """What the performance monitoring unit counts; all counters run from enumeration on."""
+        bar, start = self._blocks[BlockId.CPMU]
+        return {
+            counter.name: self.device.read(bar, start + CPMU[f"counter_{n}"].at, 8)
+            for n, counter in enumerate(COUNTERS)
+        }
+
     def background(self) -> dict[str, int]:
         """The background operation that runs, or ran last: opcode, percentage and return_code."""
         at = MAILBOX["background"].at
@@ -245,6 +254,10 @@ class CxlHost:
         control_register = pci.DEVICE_DVSEC["control"]
         enabled = control_register.pack(io_enable=1, mem_enable=1)
         self.device.write_config(dvsec + control_register.at, enabled, 2)
+        bar, start = self._blocks[BlockId.CPMU]
+        for n in range(len(COUNTERS)):
+            register = CPMU[f"configuration_{n}"]
+            self.device.write(bar, start + register.at, register.pack(enable=1), 8)
         size = (
             self.device.read_config(dvsec + pci.DEVICE_DVSEC["range1_size_high"].at) << 32
             | self.config(pci.DEVICE_DVSEC, dvsec, "range1_size_low")["size_31_28"] << 28

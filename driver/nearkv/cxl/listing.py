@@ -90,6 +90,7 @@ def memory_device(host: CxlHost) -> dict[str, Any]:
         "corrected_volatile_errors": health["corrected_volatile"],
         "commands": [f"{opcode:#06x}" for opcode in _commands(host)],
         "decoders": list(_decoders(host)),
+        "counters": host.counters(),
         "poison": [
             {"offset": address, "length": LINE_BYTES, "source": source.name.lower()}
             for address, source in host.poison()

@@ -20,8 +20,9 @@ CXL_VENDOR_ID = 0x1E98
 """Whose DVSECs CXL's are."""
 
 COMPONENT_BAR, COMPONENT_BYTES = 0, 1 << 16
-"""The BAR of the component registers, and its size; the device registers' is next."""
+"""The BAR of the component registers, and its size; the device's and the CPMU's follow."""
 DEVICE_BAR, DEVICE_BYTES = 2, 1 << 12
+CPMU_BAR, CPMU_BYTES = 4, 1 << 12
 
 MSI_VECTORS = 8
 """Interrupts that the device has; the mailbox takes the first, event logs those that they are given."""
@@ -103,6 +104,7 @@ HEADER = Block(
     _constant("header_type", 0x0E, 8, 0),
     *_bar(COMPONENT_BAR, COMPONENT_BYTES),
     *_bar(DEVICE_BAR, DEVICE_BYTES),
+    *_bar(CPMU_BAR, CPMU_BYTES),
     _constant("subsystem_vendor", 0x2C, 16, VENDOR_ID),
     _constant("subsystem", 0x2E, 16, DEVICE_ID),
     _constant("capabilities", 0x34, 8, 0x40, "where the first one is"),
@@ -313,10 +315,11 @@ def _locator_entry(n: int, bar: int, block: BlockId) -> tuple[Register, Register
 
 
 LOCATOR_DVSEC = Block(
-    "DVSEC for the register locator", 0x1C,
-    *_dvsec(DvsecId.REGISTER_LOCATOR, 0, 0x1C),
+    "DVSEC for the register locator", 0x24,
+    *_dvsec(DvsecId.REGISTER_LOCATOR, 0, 0x24),
     *_locator_entry(0, COMPONENT_BAR, BlockId.COMPONENT),
     *_locator_entry(1, DEVICE_BAR, BlockId.DEVICE),
+    *_locator_entry(2, CPMU_BAR, BlockId.CPMU),
 )  # fmt: skip
 
 EXTENDED: tuple[tuple[str, int, Block], ...] = (

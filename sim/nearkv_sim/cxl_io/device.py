@@ -21,6 +21,7 @@ from nearkv_hw.abi.registers import Access, Register
 from ..maintenance import Ability, Maintenance
 from .background import Background
 from .clock import Clock, Timestamp
+from .cpmu import Cpmu
 from .dynamic import DynamicCapacity
 from .events import Events
 from .hdm import HdmDecoders
@@ -102,6 +103,7 @@ class CxlDevice:
             media_disabled=lambda: self._background.running,
             interrupt=self._interrupt,
         )
+        self._cpmu = Cpmu(maintenance.traffic)
         self._ras = RegisterFile(cxl.RAS)
         self._link = RegisterFile(cxl.LINK)
         self._status = RegisterFile(cxl.STATUS)
@@ -169,6 +171,7 @@ class CxlDevice:
         for registers in (self._ras, self._link):
             registers.reset()
         self.hdm.reset()
+        self._cpmu.reset()
         self.mailbox.reset()
         self._security.reset()
         self._memory.reset()
@@ -256,8 +259,12 @@ class CxlDevice:
                 (DeviceCapability.MAILBOX, self.mailbox.registers),
             ):
                 places.append((cxl.DEVICE_PLACES[kind][0], registers.block.size, registers))
+        elif bar == pci.CPMU_BAR:
+            size = pci.CPMU_BYTES
+            places.append((0, size, self._cpmu.registers))
         else:
-            raise ValueError(f"bar must be {pci.COMPONENT_BAR} or {pci.DEVICE_BAR}, not {bar!r}")
+            bars = pci.COMPONENT_BAR, pci.DEVICE_BAR, pci.CPMU_BAR
+            raise ValueError(f"bar must be one of {', '.join(map(str, bars))}, not {bar!r}")
         if not 0 <= offset < size:
             raise ValueError(f"offset must be below {size:#x}, not {offset:#x}")
         for at, length, registers in places:

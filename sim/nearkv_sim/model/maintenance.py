@@ -53,6 +53,11 @@ class ModelMaintenance:
         """See `Maintenance.corrected`."""
         return int(self._counters.memory["corrected"].sum())
 
+    def traffic(self) -> tuple[int, int, int]:
+        """See `Maintenance.traffic`."""
+        device = self._counters.device
+        return int(device["cycles"]), int(device["link_reads"]), int(device["link_writes"])
+
     def erase(self) -> None:
         """See `Maintenance.erase`."""
         withheld = self._memory().withheld

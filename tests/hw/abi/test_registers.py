@@ -1,13 +1,13 @@
 """Declared registers: what they refuse, what their masks say, and that the declared blocks are sound."""
 
 import pytest
-from nearkv_hw.abi import cxl_registers, hdm, mailbox, pci
+from nearkv_hw.abi import cpmu, cxl_registers, hdm, mailbox, pci
 from nearkv_hw.abi.bits import Layout
 from nearkv_hw.abi.registers import Access, Bits, Block, Register
 
 BLOCKS = [
     value
-    for module in (cxl_registers, hdm, pci)
+    for module in (cpmu, cxl_registers, hdm, pci)
     for value in vars(module).values()
     if isinstance(value, Block)
 ] + [hdm.registers(32)]
@@ -71,7 +71,7 @@ def test_lengths_that_the_specification_gives():
         0x10,
         0x20,
     ]
-    assert pci.LOCATOR_DVSEC.size == 0x0C + 8 * 2
+    assert pci.LOCATOR_DVSEC.size == 0x24
     assert cxl_registers.RAS.size == 0x58
     sizes = {
         "IDENTIFY": 0x45, "GET_LOG": 0x18, "GET_POISON": 16, "CLEAR_POISON": 72, "SET_ALERTS": 12,

@@ -1,13 +1,15 @@
 """Configuration space and registers at request level: access rules, BARs, locks, reset, places."""
 
+import numpy as np
 import pytest
+from nearkv_hw.abi import cpmu, hdm, pci
 from nearkv_hw.abi import cxl_registers as cxl
-from nearkv_hw.abi import hdm, pci
 from nearkv_hw.abi.cxl_registers import ComponentCapability, DeviceCapability, MediaStatus
 from nearkv_hw.abi.pci import CONFIG_SPACE, DvsecId
 from nearkv_hw.abi.registers import Access
 from nearkv_sim import open_port
 from nearkv_sim.cxl_io import CxlDevice
+from nearkv_sim.port import Read
 
 DVSEC_AT = {name: at for name, at, _ in pci.EXTENDED}
 
@@ -46,7 +48,7 @@ def test_bytes_and_words_are_the_same_registers(setup):
     assert device.read_config(0x3C) == 0x5A
 
 
-@pytest.mark.parametrize(("number", "size"), [(0, 1 << 16), (2, 1 << 12)])
+@pytest.mark.parametrize(("number", "size"), [(0, 1 << 16), (2, 1 << 12), (4, 1 << 12)])
 def test_a_bar_tells_its_size(setup, number, size):
     device, at = setup.device, 0x10 + 4 * number
     device.write_config(at, 0xFFFFFFFF)
@@ -112,7 +114,7 @@ def test_registers_are_where_the_tables_say(setup):
     status = cxl.MEMORY_STATUS["status"].unpack(device.read(2, found[DeviceCapability.MEMORY_STATUS][0], 8))
     assert (status["media"], status["mailbox_ready"]) == (MediaStatus.READY, 1)
     assert device.read(0, 0x5000) == 0
-    with pytest.raises(ValueError, match="bar must be 0 or 2, not 1"):
+    with pytest.raises(ValueError, match="bar must be one of 0, 2, 4, not 1"):
         device.read(1, 0)
     with pytest.raises(ValueError, match="offset must be below 0x1000"):
         device.read(2, 0x1000)
@@ -122,3 +124,40 @@ def test_a_device_too_small_for_cxl_says_so():
     port = open_port("model", capacity_bytes=64 << 20)
     with pytest.raises(ValueError, match="CXL counts memory in 268435456 bytes: capacity_bytes=67108864"):
         CxlDevice(port.config, port.maintenance)
+
+
+def test_cpmu_counters_run_stand_still_and_are_written(setup):
+    device, reads, at = setup.device, np.zeros(3, np.uint64), 1
+    assert cpmu.COUNTERS[at].name == "m2s_req"
+
+    def write(name, value):
+        device.write(pci.CPMU_BAR, cpmu.CPMU[name].at, value, 8)
+
+    def count():
+        return device.read(pci.CPMU_BAR, cpmu.CPMU[f"counter_{at}"].at, 8)
+
+    def read_lines():
+        setup.port.run([Read(reads)])
+
+    read_lines()
+    assert count() == 0, "it is not enabled"
+    enable = cpmu.CPMU[f"configuration_{at}"].pack(enable=1)
+    write(f"configuration_{at}", enable)
+    read_lines()
+    assert count() == 3
+    write(f"counter_{at}", 100)
+    assert count() == 3, "it runs"
+    write("freeze", 1 << at)
+    read_lines()
+    assert count() == 3
+    write(f"counter_{at}", 100)
+    write("freeze", 0)
+    read_lines()
+    assert count() == 103
+    told = cpmu.CPMU[f"configuration_{at}"].unpack(device.read(pci.CPMU_BAR, 0x200 + 8 * at, 8))
+    event = cpmu.CPMU[f"event_{told['event']}"].unpack(
+        device.read(pci.CPMU_BAR, 0x100 + 8 * told["event"], 8)
+    )
+    assert (told["kind"], told["events"], event["group"], event["vendor"]) == (1, 0b110, 0x20, 0x1E98)
+    device.reset()
+    assert count() == 0
