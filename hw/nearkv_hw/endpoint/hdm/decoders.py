@@ -103,14 +103,15 @@ class Decoders(wiring.Component):
         ranges = [Signal(Range, name=f"range_{n}") for n in range(self.decoders)]
         enable = Signal()
         m.submodules.translate = translate = Translate(ranges=self.decoders + DVSEC_RANGES)
-        m.submodules.check = check = Check(capacity=self.capacity)
         wiring.connect(m, wiring.flipped(self.i), translate.i)
         wiring.connect(m, translate.o, wiring.flipped(self.o))
         for kept, used in zip(ranges, translate.ranges, strict=False):
             m.d.comb += used.eq(kept)
             m.d.comb += used.active.eq(kept.active & enable)
         self._dvsec_ranges(m, translate.ranges[self.decoders :], enable)
-        self._registers(m, decoders, ranges, enable, check)
+        busy = Signal()
+        starts = self._write(m, decoders, ranges, enable, busy)
+        self._commit(m, decoders, ranges, starts, busy)
         self._read(m, decoders, enable)
         return m
 
@@ -125,13 +126,11 @@ class Decoders(wiring.Component):
             ]
             behind = given.size
 
-    def _registers(self, m, decoders, ranges, enable, check):
-        """Writes, and the commits that they begin."""
-        waiting = Signal(range(check.latency_cycles + 2))
+    def _write(self, m, decoders, ranges, enable, busy):
+        """Register writes. Returns, for each decoder, whether one begins its commit."""
         written = self.write.payload
         control = data.View(layout_of(hdm.CONTROL), written.data)
-        committed = Cat(d.committed for d in decoders)
-        m.d.comb += self.write.ready.eq(waiting == 0)
+        m.d.comb += self.write.ready.eq(~busy)
         accepted = self.write.valid & self.write.ready
         with m.If(accepted & (written.word == hdm.GLOBAL_CONTROL.at // 4)):
             m.d.sync += enable.eq(data.View(layout_of(hdm.GLOBAL_CONTROL), written.data).enable)
@@ -156,12 +155,16 @@ class Decoders(wiring.Component):
                 with m.If(~control.commit):
                     m.d.sync += [decoder.committed.eq(0), decoder.error.eq(0), ranges[n].active.eq(0)]
             starts.append(here & (written.word == first + Word.CONTROL) & control.commit & ~decoder.commit)
+        return starts
 
-        # a commit: the decoder that is checked, and those before it
-        chosen = Signal(self.decoders)
+    def _commit(self, m, decoders, ranges, starts, busy):
+        """Check the decoder whose commit begins, against those before it; what is in force once that ends."""
+        m.submodules.check = check = Check(capacity=self.capacity)
+        waiting, chosen = Signal(range(check.latency_cycles + 2)), Signal(self.decoders)
+        m.d.comb += busy.eq(waiting != 0)
         with m.If(reduce_tree(starts, or_)):
             m.d.sync += [chosen.eq(Cat(starts)), waiting.eq(check.latency_cycles + 1)]
-        with m.Elif(waiting != 0):
+        with m.Elif(busy):
             m.d.sync += waiting.eq(waiting - 1)
         below = chosen[1:]  # bit n - 1: decoder n is chosen, and n - 1 is before it
         m.d.comb += [
@@ -169,6 +172,7 @@ class Decoders(wiring.Component):
             check.host_end.eq(self._before(below, [d.end for d in decoders])),
             check.device_end.eq(self._before(below, [d.device_after for d in decoders])),
         ]
+        committed = Cat(d.committed for d in decoders)
         in_order = stage(m, committed == (chosen - 1)[: self.decoders])
         for n, decoder in enumerate(decoders):
             with m.If((waiting == 1) & chosen[n]):
