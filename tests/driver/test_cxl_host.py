@@ -185,7 +185,9 @@ def test_the_rtl_device_has_what_it_can_carry_out(rtl_device):
 def test_sanitize_ends_caches_and_what_they_held(cached):
     device, kv, _, attend, wanted = cached
     assert same_bits(attend(), wanted)
+    before = device.cxl().counters()
     device.cxl().send(Opcode.SANITIZE)
+    assert {**device.cxl().counters(), "clock_ticks": 0} == {**before, "clock_ticks": 0}
     assert kv.closed
     with pytest.raises(ClosedError):
         attend()

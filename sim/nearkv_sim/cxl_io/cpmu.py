@@ -43,11 +43,18 @@ class Cpmu:
         self._held = [0] * len(COUNTERS)
         self._since = [None] * len(COUNTERS)
 
-    def _follow(self) -> None:
-        """Start and stop counters as their registers say."""
+    def across(self, restart: Callable[[], None]) -> None:
+        """Keep the counts over something after which events may be counted from zero."""
+        self._follow(stop=True)
+        restart()
+        self._follow()
+
+    def _follow(self, *, stop: bool = False) -> None:
+        """Start and stop counters as their registers say, or stop all."""
         frozen, now = self.registers["freeze"], self._events()
         for n, since in enumerate(self._since):
-            runs = bool(self.registers.field(f"configuration_{n}", "enable")) and not frozen >> n & 1
+            enabled = bool(self.registers.field(f"configuration_{n}", "enable"))
+            runs = enabled and not frozen >> n & 1 and not stop
             if since is not None and not runs:
                 self._held[n] = self._held[n] + now[n] - since & _MASK
                 self._since[n] = None

@@ -228,7 +228,7 @@ class CxlDevice:
         config = self.config
         bytes_per_s = config.slices * LINE_BYTES * config.clock_mhz * 1e6
         self._background.start(opcode, config.capacity_bytes / bytes_per_s)
-        self._maintenance.erase()
+        self._cpmu.across(self._maintenance.erase)
         for erased in self._erased:
             erased()
 
