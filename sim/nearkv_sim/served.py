@@ -21,6 +21,7 @@ from nearkv_hw.abi.window import DOORBELL_OFFSET
 
 from . import wire
 from .events import ALL, CAPACITY, EventKind
+from .maintenance import Maintenance
 from .port import DeviceTimeout, LinkDown, Poll, Port, Program, Read, ReadResult, Write
 from .programs import checked
 
@@ -200,6 +201,11 @@ class ServedPort:
         """See `Port.link_bytes`: of all hosts together."""
         head, _ = self._ask({"op": "link_bytes"})
         return int(head["link_bytes"])
+
+    @property
+    def maintenance(self) -> Maintenance:
+        """RuntimeError: what is done to a device below its tenants is done where it runs."""
+        raise RuntimeError("hosts of a served device have no CXL.io of it; open one of your own")
 
     def inject(self, address: int, bits: Sequence[int]) -> NoReturn:
         """RuntimeError: hosts of a served device do it no harm."""

@@ -64,7 +64,13 @@ def pack_program(program: Program) -> tuple[list[dict[str, Any]], list[Array]]:
     for operation in program:
         match operation:
             case Write():
-                entries.append({"kind": "write", "enables": operation.enables is not None})
+                entries.append(
+                    {
+                        "kind": "write",
+                        "enables": operation.enables is not None,
+                        "poison": bool(operation.poison),
+                    }
+                )
                 arrays += [np.asarray(operation.addresses, np.uint64), np.asarray(operation.data, np.uint8)]
                 if operation.enables is not None:
                     arrays.append(np.asarray(operation.enables, np.uint64))
@@ -94,7 +100,8 @@ def unpack_program(entries: list[dict[str, Any]], arrays: list[Array]) -> list[O
         match entry["kind"]:
             case "write":
                 addresses, data = next(rest), next(rest)
-                program.append(Write(addresses, data, next(rest) if entry["enables"] else None))
+                enables = next(rest) if entry["enables"] else None
+                program.append(Write(addresses, data, enables, entry["poison"]))
             case "read":
                 program.append(Read(next(rest)))
             case "poll":
