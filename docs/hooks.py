@@ -1,6 +1,7 @@
 """Fills documentation pages with tables that come from the abi, so that they cannot fall behind it.
 
 A line `@layout descriptor.ATTEND` becomes the field table of `nearkv_hw.abi.descriptor.ATTEND`;
+`@block hdm.DECODER` that of a block of registers;
 `@enum descriptor.Status` becomes the members of an enumeration with their meaning; `@config` the presets;
 `@dram dram.DDR5_6400` the values of a DRAM part, `@densities` what depends on its density, and `@frames` what
 its rules are for a controller; `@links` what each CXL link carries; `@registers` a
@@ -26,7 +27,7 @@ from nearkv_hw.abi.dram import MEANINGS, PARTS, Dram, FrameTimings, LateTimings,
 from nearkv_hw.abi.link import RATES, lines_per_cycle, ports
 
 DIRECTIVE = re.compile(
-    r"^@(layout|enum|config|dram|densities|frames|links|registers|models|gpus|accuracy|workloads|published|energies|presets)"
+    r"^@(layout|block|enum|config|dram|densities|frames|links|registers|models|gpus|accuracy|workloads|published|energies|presets)"
     r"(?: (\w+)\.(\w+))?$",
     re.MULTILINE,
 )
@@ -51,6 +52,34 @@ def _layout(module, name):
             "reserved, zero" if field.reserved else f"`{field.name}`" + (", signed" if field.signed else "")
         )
         rows.append(f"| {high if high == low else f'{high}:{low}'} | {label} | {field.doc} |")
+    return "\n".join(rows)
+
+
+def _block(module, name):
+    """Every field of a block of registers, with its place, its access and its value after reset."""
+    block = getattr(importlib.import_module(f"nearkv_hw.abi.{module}"), name)
+    rows = [
+        f"**{block.name}**, {block.size} bytes",
+        "",
+        "| offset | register | bits | field | access | after reset | meaning |",
+        "|---|---|---|---|---|---:|---|",
+    ]
+    for register in block:
+        for field in register:
+            if field.reserved:
+                continue
+            low = register.offset(field.name)
+            high = low + field.width - 1
+            cells = (
+                f"{register.at:#x}",
+                f"`{register.name}`",
+                str(high) if high == low else f"{high}:{low}",
+                f"`{field.name}`",
+                register.access(field.name).value,
+                f"{field.reset:#x}" if field.reset else "0",
+                field.doc or ("" if len(register.fields) > 2 else register.doc),
+            )
+            rows.append(_row(cells))
     return "\n".join(rows)
 
 
@@ -334,6 +363,7 @@ def _presets(*_):
 
 TABLES = {
     "layout": _layout,
+    "block": _block,
     "enum": _enum,
     "config": _config,
     "dram": _dram,

@@ -47,12 +47,23 @@ class Extents:
         self._free: set[int] = set()
         self._rising: list[list[int]] = [[] for _ in range(channels)]
         """Per channel a heap of free extents; those that were taken in a run are still in it."""
+        self._added: set[int] = set()
         self.owned = 0
 
     @property
     def free(self) -> int:
         """Extents that are claimed and hold nothing."""
         return len(self._free)
+
+    def added(self, extents: range) -> None:
+        """Extents have become memory of the device: those that were tried in vain are tried once more."""
+        self._added.update(e for e in extents if e < self._next and e not in self._free)
+
+    def removed(self, extents: range) -> None:
+        """Extents are no longer memory of the device: they are not given out."""
+        self.owned -= len(self._free.intersection(extents))
+        self._free.difference_update(extents)
+        self._added.difference_update(extents)
 
     def take(self, channel: int) -> int | None:
         """An extent of a channel, or None when there is none left."""
@@ -93,10 +104,12 @@ class Extents:
     def no_more(self) -> Iterator[None]:
         """Within the block no extent is claimed."""
         before, self._extents = self._extents, self._next
+        added, self._added = self._added, set()
         try:
             yield
         finally:
             self._extents = before
+            self._added |= added
 
     def adopt(self, owned: Iterable[int], used: Container[int]) -> None:
         """Take over what an earlier session of the tenant claimed; what is not used is free."""
@@ -113,7 +126,9 @@ class Extents:
         wanted = [e for e in range(first, last) if e not in self._in_use]
         self._next = last
         if not wanted:
-            return first < self._extents
+            if first < self._extents or not self._added:
+                return first < self._extents
+            wanted, self._added = sorted(self._added), set()
         if len(wanted) == wanted[-1] - wanted[0] + 1 and self._claim(wanted[0], len(wanted)) is None:
             taken = wanted
         else:

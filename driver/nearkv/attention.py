@@ -30,8 +30,9 @@ from .arguments import (
     visible_of,
     whole_number,
 )
+from .batch import Batch, Sight
 from .errors import ArgumentError, DtypeError
-from .jobs import Batch, Jobs, Sight
+from .jobs import Jobs
 from .quantise.formats import CacheFormat
 from .reference import Partial, score_factor
 from .reference.alibi import alibi_bits

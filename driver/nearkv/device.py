@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 import numpy as np
@@ -19,6 +19,7 @@ from nearkv_hw.abi.memory import CACHE
 from nearkv_hw.abi.numerics import CONTRACT_VERSION
 from nearkv_hw.abi.window import IDENTITY, IDENTITY_LINE, MAGIC, register_address
 from nearkv_sim import open_port
+from nearkv_sim.cxl_io import CxlDevice
 from nearkv_sim.events import ALL, CAPACITY, EventKind, Recording
 from nearkv_sim.port import Access, Port, Read
 from nearkv_sim.trace import timeline
@@ -34,6 +35,9 @@ from .stats import AttentionTotals, Stats, read_stats
 from .streams import Stream
 from .tenant import Tenant
 
+if TYPE_CHECKING:
+    from .cxl import CxlHost
+
 TraceSummary = dict[str, Any]
 """What a timeline holds, by name: cycles, events, jobs, and what it leaves out."""
 _MAX_LAYERS = (1 << CACHE["layers"].width) - 1
@@ -46,7 +50,7 @@ def open(spec: str = "model", **overrides: Any) -> Device:
     Parameters
     ----------
     spec : "model", "rtl" or "cocotb", with a preset of the configuration after a colon where wanted
-        ("rtl:card").
+        ("rtl:card"); or "unix:PATH", a device that `nearkv serve` serves there.
     overrides : fields of `nearkv_hw.abi.DeviceConfig`, such as channels=1, and what
         `nearkv_sim.open_port` takes.
 
@@ -96,6 +100,7 @@ class Device:
         self._caches: list[KVCache] = []
         self._totals = AttentionTotals()
         self._streams: WeakSet[Stream] = WeakSet()
+        self._cxl: CxlHost | None = None
         self._closed = False
 
     def kv_cache(
@@ -266,6 +271,48 @@ class Device:
         self._check_open()
         return self._tenant(tenant).memory()
 
+    def cxl(self, *, dynamic_bytes: int = 0) -> CxlHost:
+        """The device as a CXL host finds it: configuration space, registers and mailbox; one for all calls.
+
+        Commands act on this device: poison that is injected is what caches read, and Sanitize and Secure
+        Erase end all its caches.
+
+        Parameters
+        ----------
+        dynamic_bytes : of its memory, from the top, what is dynamic capacity, which tenants have once it was
+            offered and accepted; a multiple of 256 MiB. Only the first call can say it.
+
+        Raises
+        ------
+        ValueError : memory that is not a multiple of 256 MiB, or another dynamic_bytes than before.
+        RuntimeError : dynamic capacity of a device that cannot withhold memory.
+
+        Examples
+        --------
+        >>> import nearkv
+        >>> from nearkv_hw.abi.mailbox import Opcode
+        >>> dev = nearkv.open("model")
+        >>> dev.cxl().send(Opcode.INJECT_POISON, (4096).to_bytes(8, "little"))
+        b''
+        >>> dev.cxl().poison()
+        [(4096, <PoisonSource.INJECTED: 3>)]
+        >>> dev.close()
+        """
+        self._check_open()
+        if self._cxl is None:
+            from .cxl import CxlHost
+
+            device = CxlDevice(self.config, self._port.maintenance, dynamic_bytes=dynamic_bytes)
+            device.on_erased(self._forget)
+            device.dynamic.on_changed(self._capacity_changed)
+            self._cxl = CxlHost(device)
+        elif dynamic_bytes not in (0, self._cxl.device.dynamic.region.length):
+            raise ArgumentError(
+                f"dynamic_bytes={dynamic_bytes}: the host found the device with "
+                f"{self._cxl.device.dynamic.region.length}; open another one"
+            )
+        return self._cxl
+
     def start_wave(self, path: Path) -> None:
         """Record an FST of everything from here on; RuntimeError where there are no traces."""
         self._check_open()
@@ -367,6 +414,19 @@ class Device:
         """Send the writes that wait."""
         for tenant in self._tenants.values():
             tenant.flush()
+
+    def _forget(self) -> None:
+        """All memory was erased, and with it what caches and tenants knew of it."""
+        for cache in self._caches:
+            cache.abandon()
+        self._caches.clear()
+        self._tenants.clear()
+
+    def _capacity_changed(self, address: int, size: int, given: bool) -> None:
+        """Dynamic capacity has come or gone."""
+        extents = range(address >> EXTENT_SHIFT, address + size >> EXTENT_SHIFT)
+        for tenant in self._tenants.values():
+            (tenant.extents.added if given else tenant.extents.removed)(extents)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -49,6 +49,10 @@ class DeviceTimeoutError(NearkvError, TimeoutError):
     """The device did not answer; it takes no more work."""
 
 
+class TenantTakenError(NearkvError, PermissionError):
+    """Another host of a served device uses this tenant."""
+
+
 class LinkError(NearkvError, ConnectionError):
     """The link to the device is gone, or was: what was under way may have arrived in part.
 

@@ -30,6 +30,7 @@ from nearkv_hw.abi.window import (
 )
 from nearkv_sim.columns import column
 from nearkv_sim.events import ALL, CAPACITY, EventKind, Recording
+from nearkv_sim.maintenance import Maintenance
 from nearkv_sim.port import (
     DeviceTimeout,
     Fence,
@@ -227,6 +228,11 @@ class FaultyPort:
     def link_bytes(self) -> int:
         """See `Port.link_bytes`."""
         return self._port.link_bytes
+
+    @property
+    def maintenance(self) -> Maintenance:
+        """See `Port.maintenance`."""
+        return self._port.maintenance
 
     def inject(self, address: int, bits: Sequence[int]) -> None:
         """See `Port.inject`."""

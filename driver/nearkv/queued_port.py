@@ -7,8 +7,9 @@ from typing import Protocol
 
 from nearkv_hw.abi import DeviceConfig
 from nearkv_sim.port import Fence, LinkDown, Operation, Port, Program, ReadResult, Write
+from nearkv_sim.served import ApertureTakenError
 
-from .errors import LinkError
+from .errors import LinkError, TenantTakenError
 
 _MOST_LINES = 4096
 """Lines that wait at most; more of them travel at once."""
@@ -53,6 +54,8 @@ class QueuedPort:
             self.flushes += 1
         try:
             return self._port.run(program)
+        except ApertureTakenError as error:
+            raise TenantTakenError(str(error)) from error
         except LinkDown as error:
             self._down = f"the link was lost ({error})"
             raise LinkError(f"{self._down}: what was under way may have arrived in part") from error

@@ -1,5 +1,6 @@
 """The device: CXL.mem messages in, CXL.mem messages out."""
 
+from math import ceil
 from operator import add
 
 from amaranth.hdl import Module
@@ -7,8 +8,8 @@ from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from .abi import DeviceConfig
-from .abi.config import Placement
-from .abi.link import ports
+from .abi.config import LinkLayer, Placement
+from .abi.link import WIRE_NS, flits_per_cycle, ports
 from .abi.window import (
     CHANNEL_COUNTERS,
     DEVICE_COUNTERS,
@@ -23,6 +24,7 @@ from .command.window import CommandWindow
 from .common.trees import reduce_tree
 from .endpoint.endpoint import Endpoint
 from .endpoint.messages import DRS, NDR, REQ, RWD
+from .link.link import Link
 from .memory.channel import OUTSTANDING, MemoryChannel
 from .memory.detour import FabricDetour
 from .memory.fabric import Fabric
@@ -48,6 +50,9 @@ class Device(wiring.Component):
     m2s_rwd : In(stream) x ports : M2S RwD messages (writes): header, byte enables, data; 663 bits.
     s2m_ndr : Out(stream) x ports : S2M NDR messages (completions), 30 bits.
     s2m_drs : Out(stream) x ports : S2M DRS messages: header, data; 552 bits.
+
+    With `config.link_layer` the streams are those of a host's link layer, which is part of this design then,
+    and flits are on the wire between it and the device's.
 
     The endpoint hands the host's accesses to the fabric or to the command window. The walker takes
     descriptors from the window and tells every attention unit what to do; each unit streams from the slice of
@@ -76,9 +81,7 @@ class Device(wiring.Component):
         m.submodules.window = window = CommandWindow(config=config)
         m.submodules.walker = walker = Walker(config=config)
         m.submodules.completer = completer = Completer(ring_slots=config.ring_slots)
-        for name in STREAMS:
-            for outer, inner in zip(getattr(self, name), getattr(endpoint, name), strict=True):
-                wiring.connect(m, wiring.flipped(outer), inner)
+        self._link(m, endpoint)
         masters = [*endpoint.memory, walker.fabric]
         units = [self._unit(m, n, walker) for n in range(config.units)]
         if units:
@@ -103,6 +106,23 @@ class Device(wiring.Component):
             endpoint=endpoint, window=window, walker=walker, units=units, results=results, completer=completer
         )
         return m
+
+    def _link(self, m, endpoint):
+        """The host's messages to the endpoint, in flits where there is a link layer."""
+        config = self.config
+        if config.link_layer is LinkLayer.OFF:
+            for name in STREAMS:
+                for outer, inner in zip(getattr(self, name), getattr(endpoint, name), strict=True):
+                    wiring.connect(m, wiring.flipped(outer), inner)
+            return
+        (port,) = range(endpoint.ports)  # a flit per cycle is less than two lines
+        m.submodules.link = link = Link(
+            latency_cycles=ceil(WIRE_NS * config.clock_mhz / 1000),
+            flits_per_cycle=flits_per_cycle(config.link, config.clock_mhz),
+        )
+        for name in STREAMS:
+            wiring.connect(m, wiring.flipped(getattr(self, name)[port]), getattr(link, f"host_{name}"))
+            wiring.connect(m, getattr(link, f"device_{name}"), getattr(endpoint, name)[port])
 
     def _unit(self, m, n, walker):
         """An attention unit and its orders."""

@@ -7,6 +7,7 @@ from amaranth.lib import wiring
 
 from .abi import configure
 from .abi.dram import Dram
+from .abi.flits import MIN_RETRY_ENTRIES, Side
 from .arithmetic.bias import Bias
 from .arithmetic.binned import BinnedAccumulator, TermAligner
 from .arithmetic.decode import ElementDecoder
@@ -32,6 +33,11 @@ from .command.completer import Completer
 from .command.walker import Walker
 from .command.window import CommandWindow
 from .endpoint.endpoint import Endpoint
+from .endpoint.hdm.decoders import Decoders
+from .link.packer import Packer
+from .link.receiver import Receiver
+from .link.transmitter import Transmitter
+from .link.unpacker import Unpacker
 from .memory.channel import MemoryChannel
 from .memory.dram.controller import DramController
 from .memory.fabric import Fabric
@@ -49,6 +55,7 @@ UNIT = UnitShape(lanes=LANES, queries=QUERIES, finish_lanes=FINISH_LANES, max_di
 CONFIG = configure("small", queries=QUERIES, capacity_bytes=256 << 20, ring_slots=16)
 MASTERS = 3
 CONTROLLER_TAG_BITS = 10
+HDM_DECODERS = 10
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,11 @@ BLOCKS = (
     Block("dram-controller", lambda: DramController(part=Dram.DDR5_6400, tag=CONTROLLER_TAG_BITS)),
     Block("fabric", lambda: Fabric(masters=MASTERS, config=CONFIG)),
     Block("endpoint", lambda: Endpoint(config=CONFIG)),
+    Block("link-packer", lambda: Packer(side=Side.DEVICE)),
+    Block("link-transmitter", lambda: Transmitter(entries=MIN_RETRY_ENTRIES)),
+    Block("link-receiver", lambda: Receiver(side=Side.DEVICE)),
+    Block("link-unpacker", lambda: Unpacker(side=Side.DEVICE, places={"req": 16, "rwd": 8})),
+    Block("hdm-decoders", lambda: Decoders(decoders=HDM_DECODERS, capacity=1 << 12)),
     Block("command-window", lambda: CommandWindow(config=CONFIG)),
     Block("walker", lambda: Walker(config=CONFIG)),
     Block("completer", lambda: Completer(ring_slots=CONFIG.ring_slots)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearkv_hw.abi import PRESETS, Feature, configure
@@ -14,11 +15,15 @@ KINDS = ("model", "rtl", "cocotb")
 """How a device can run; a preset of the configuration may follow a colon ("rtl:card")."""
 
 
+SERVED = "unix:"
+"""What the name of a served device begins with."""
+
+
 def kind_and_preset(spec: str) -> tuple[str, str]:
     """What a device's name says, "rtl:card" or "rtl"; ValueError, as `open_port` has it, for any other."""
     kind, colon, preset = spec.partition(":") if isinstance(spec, str) else (spec, "", "")
     if kind == "unix":
-        raise ValueError(f"{spec!r}: served devices are not there yet; use {', '.join(KINDS)}")
+        raise ValueError(f"{spec!r}: a served device is what it is; use {', '.join(KINDS)}")
     if kind not in KINDS:
         raise ValueError(
             f"unknown device {spec!r}; there are {', '.join(KINDS)}, each with :PRESET if wanted"
@@ -42,7 +47,8 @@ def open_port(
 
     Parameters
     ----------
-    spec : "model", "rtl" or "cocotb", with a preset after a colon where wanted: "rtl:card".
+    spec : "model", "rtl" or "cocotb", with a preset after a colon where wanted: "rtl:card"; or "unix:PATH", a
+        device that `nearkv serve` serves there, for which there are no options.
     trace : build the RTL with waveforms, so that the port's `start_wave` works.
     seed : of what the cocotb device, and no other, does at random; by default a new one, which its errors
         name.
@@ -60,6 +66,13 @@ def open_port(
     BuildError, ToolMissing : the RTL, or the kernel that was asked for, could not be built: what failed, or
         what is missing and how to get it.
     """
+    if isinstance(spec, str) and spec.startswith(SERVED):
+        from .served import ServedPort
+
+        given = {"trace": trace or None, "seed": seed, "kernel": kernel, "features": features, **overrides}
+        if any(value is not None for value in given.values()):
+            raise ValueError(f"{spec!r} is a device that runs already; it takes no options")
+        return ServedPort(Path(spec.removeprefix(SERVED)))
     kind, preset = kind_and_preset(spec)
     config = configure(preset, **overrides)
     if trace and kind == "model":

@@ -28,7 +28,7 @@ class Status(IntEnum):
 
 OPERATION = (
     ("kind", c_uint32, "Kind", "what to do"),
-    ("reserved", c_uint32, "std::uint32_t", ""),
+    ("poison", c_uint32, "std::uint32_t", "of a write, 1 where its data is bad"),
     ("count", c_uint64, "std::uint64_t", "lines of a read or write"),
     ("addresses", c_void_p, "const std::uint64_t*", "host byte addresses"),
     ("data", c_void_p, "std::uint8_t*", "lines: what to write, or where reads go"),

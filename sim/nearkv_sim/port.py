@@ -18,6 +18,7 @@ import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig
 
 from .events import ALL, CAPACITY, EventKind, Recording
+from .maintenance import Maintenance
 
 Lines = npt.NDArray[np.uint8]
 """Lines of data, shape [n, 64]."""
@@ -38,12 +39,14 @@ class Access(IntEnum):
 class Write:
     """Write lines; with `enables` (uint64 [n], one bit per byte) only the enabled bytes (MemWrPtl).
 
+    With `poison` the host says that the data is bad: memory keeps it so, and reads of it are poisoned.
     Writes and reads between two fences may be carried out in any order.
     """
 
     addresses: Addresses
     data: Lines
     enables: npt.NDArray[np.uint64] | None = None
+    poison: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,10 @@ class Port(Protocol):
 
     config: DeviceConfig
     kind: str
+
+    @property
+    def maintenance(self) -> Maintenance:
+        """What can be done to it below its tenants."""
 
     def run(self, program: Program) -> list[ReadResult]:
         """Carry out a program; DeviceTimeout when a poll ends in vain, LinkDown when the device can no

@@ -61,11 +61,11 @@ def _checked(operation: Operation) -> Operation:
             if data.shape != (len(addresses), LINE_BYTES):
                 raise ValueError(f"data must be [{len(addresses)}, {LINE_BYTES}], not {list(data.shape)}")
             if operation.enables is None:
-                return Write(addresses, data)
+                return Write(addresses, data, None, operation.poison)
             enables = np.ascontiguousarray(operation.enables, dtype=np.uint64)
             if enables.shape != addresses.shape:
                 raise ValueError(f"enables must be [{len(addresses)}], not {list(enables.shape)}")
-            return Write(addresses, data, enables)
+            return Write(addresses, data, enables, operation.poison)
         case Read():
             return Read(_addresses(operation.addresses))
         case Poll():

@@ -18,6 +18,7 @@ from .build import device_design, device_library, progress
 from .dram import flip_bits, inject
 from .events import ALL, CAPACITY, EVENT, EventKind, Recording
 from .host_abi import Kind, NativeOperation, Status
+from .injections import Injections
 from .port import DeviceTimeout, Fence, Operation, Poll, Program, Read, ReadResult, Write
 from .programs import check_shaking, checked
 from .verilate import Report
@@ -38,6 +39,10 @@ class RtlPort:
     seed : of the shaking.
     report : told of build steps; by default the terminal.
     library : a built library to use instead of the configuration's.
+
+    Members
+    -------
+    maintenance : what can be done to it below its tenants.
 
     Raises
     ------
@@ -70,9 +75,9 @@ class RtlPort:
         self._lock = threading.Lock()
         self._began = 0
         scale = 1 << 32
-        self._host: int | None = self._library.nearkv_open(
-            int(idle * scale), int(backpressure * scale), seed & ((1 << 64) - 1)
-        )
+        self._opening = int(idle * scale), int(backpressure * scale), seed & ((1 << 64) - 1)
+        self._host: int | None = self._library.nearkv_open(*self._opening)
+        self.maintenance = Injections(self, RtlPort._restart)
 
     def run(self, program: Program) -> list[ReadResult]:
         """Carry out a program; see `Port.run`.
@@ -95,6 +100,7 @@ class RtlPort:
             if status != Status.DONE:
                 message = self._library.nearkv_message(host).decode()
                 raise (DeviceTimeout if status == Status.TIMEOUT else RuntimeError)(message)
+        self.maintenance.observe(ready, results)
         return results
 
     @property
@@ -151,6 +157,12 @@ class RtlPort:
                 self._library.nearkv_close(self._host)
                 self._host = None
 
+    def _restart(self) -> None:
+        """A new device of the same build."""
+        with self._lock:
+            self._library.nearkv_close(self._open_host())
+            self._host = self._library.nearkv_open(*self._opening)
+
     def _open_host(self) -> int:
         if self._host is None:
             raise RuntimeError("the device is closed; open a new one")
@@ -170,9 +182,10 @@ class RtlPort:
 def _native(operation: Operation, results: list[ReadResult]) -> NativeOperation:
     """The operation for C++; room for what it reads is added to `results`."""
     match operation:
-        case Write(addresses, data, enables):
+        case Write(addresses, data, enables, poison):
             return NativeOperation(
                 kind=Kind.WRITE,
+                poison=poison,
                 count=len(addresses),
                 addresses=addresses.ctypes.data,
                 data=data.ctypes.data,

@@ -7,6 +7,7 @@ and the arrays one after the other. Everything is little-endian.
 from __future__ import annotations
 
 import json
+import mmap
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -19,22 +20,38 @@ from .port import Fence, Operation, Poll, Program, Read, ReadResult, Write
 Array = npt.NDArray[Any]
 
 
-def send(connection: socket.socket, head: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
-    """Send a message."""
+def send(
+    connection: socket.socket,
+    head: dict[str, Any],
+    arrays: Sequence[Array] = (),
+    area: mmap.mmap | None = None,
+) -> None:
+    """Send a message; its arrays through memory that both sides share, if there is any and they fit."""
     described = {**head, "arrays": [[array.dtype.str, list(array.shape)] for array in arrays]}
+    if area is not None and sum(array.nbytes for array in arrays) <= len(area):
+        offset = 0
+        for array in arrays:
+            area[offset : offset + array.nbytes] = array.tobytes()
+            offset += array.nbytes
+        described["shared"] = True
+        arrays = ()
     body = b"\0".join([json.dumps(described).encode(), b"".join(array.tobytes() for array in arrays)])
     connection.sendall(len(body).to_bytes(8, "little") + body)
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[Array]]:
-    """The next message; EOFError when the other side is gone."""
+def receive(connection: socket.socket, area: mmap.mmap | None = None) -> tuple[dict[str, Any], list[Array]]:
+    """The next message; EOFError when the other side is gone. Arrays in shared memory are good until the next
+    message."""
     body = _exactly(connection, int.from_bytes(_exactly(connection, 8), "little"))
     end = body.index(0)
     head = json.loads(bytes(body[:end]))
     arrays, offset = [], end + 1
+    source: Any = body
+    if head.pop("shared", False):
+        source, offset = area, 0
     for dtype, shape in head.pop("arrays"):
         count = int(np.prod(shape, dtype=np.int64))
-        array: Array = np.frombuffer(body, np.dtype(dtype), count, offset).reshape(shape)
+        array: Array = np.frombuffer(source, np.dtype(dtype), count, offset).reshape(shape)
         arrays.append(array)
         offset += array.nbytes
     return head, arrays
@@ -47,7 +64,13 @@ def pack_program(program: Program) -> tuple[list[dict[str, Any]], list[Array]]:
     for operation in program:
         match operation:
             case Write():
-                entries.append({"kind": "write", "enables": operation.enables is not None})
+                entries.append(
+                    {
+                        "kind": "write",
+                        "enables": operation.enables is not None,
+                        "poison": bool(operation.poison),
+                    }
+                )
                 arrays += [np.asarray(operation.addresses, np.uint64), np.asarray(operation.data, np.uint8)]
                 if operation.enables is not None:
                     arrays.append(np.asarray(operation.enables, np.uint64))
@@ -77,7 +100,8 @@ def unpack_program(entries: list[dict[str, Any]], arrays: list[Array]) -> list[O
         match entry["kind"]:
             case "write":
                 addresses, data = next(rest), next(rest)
-                program.append(Write(addresses, data, next(rest) if entry["enables"] else None))
+                enables = next(rest) if entry["enables"] else None
+                program.append(Write(addresses, data, enables, entry["poison"]))
             case "read":
                 program.append(Read(next(rest)))
             case "poll":

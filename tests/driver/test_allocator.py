@@ -132,3 +132,22 @@ def test_an_empty_arena_leaves_its_extents_to_pages():
     assert kept // EXTENT_BYTES not in (taken // EXTENT_BYTES).tolist()
     pages.give(taken)
     assert arena.take(3 * EXTENT_BYTES)
+
+
+def test_memory_comes_and_goes():
+    """What was refused is tried again once it is there; what is gone is not given out."""
+    memory = Memory(6, taken=frozenset({2, 3, 5}))
+    extents = memory.tenant(channels=1)
+    assert [extents.take(0) for _ in range(3)] == [0, 1, 4]
+    assert extents.take(0) is None
+    memory.taken = frozenset({3, 5})
+    assert extents.take(0) is None, "it has not heard of it"
+    extents.added(range(2, 4))
+    assert (extents.take(0), extents.take(0)) == (2, None)
+    memory.taken = frozenset({5})
+    extents.give(0)
+    extents.give(4)
+    extents.removed(range(3))
+    assert (extents.take(0), extents.take(0)) == (4, None)
+    extents.added(range(3, 4))
+    assert (extents.take(0), extents.take(0)) == (3, None)

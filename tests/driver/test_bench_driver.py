@@ -18,11 +18,14 @@ UNITS = {
     "driver.host_bytes_per_row": "bytes/row",
     "driver.host_bytes_per_million_rows": "bytes",
     "driver.fragmentation": "ratio",
+    "driver.hosts_attend_us": "us",
 }
 
 
 def test_every_name_with_its_unit():
-    done = CliRunner().invoke(app, ["bench", "driver", "--device", "model", "--repeats", "3", "--json"])
+    done = CliRunner().invoke(
+        app, ["bench", "driver", "--device", "model", "--repeats", "3", "--hosts", "2", "--json"]
+    )
     assert done.exit_code == 0, done.output
     results = json.loads(done.stdout)["results"]
     assert {r["name"]: r["unit"] for r in results} == UNITS

@@ -71,7 +71,7 @@ def test_bench_names_its_results():
 @pytest.mark.parametrize(
     "command",
     [
-        *([], ["doctor"], ["info"], ["estimate"], ["replay"]),
+        *([], ["doctor"], ["info"], ["inspect"], ["estimate"], ["replay"]),
         *(["bench"], ["bench", "sim"], ["bench", "model"], ["bench", "timing"]),
     ],
 )

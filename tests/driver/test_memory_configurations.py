@@ -11,7 +11,7 @@ import pytest
 from driver_cases import context, expected, filled, same_bits, values
 from nearkv.bench.beside import beside
 from nearkv.errors import DeviceError
-from nearkv_hw.abi.config import Placement
+from nearkv_hw.abi.config import Link, LinkLayer, Placement
 from nearkv_hw.abi.dram import PARTS, Dram, Refresh
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_sim.port import Read, Write
@@ -35,6 +35,7 @@ CONFIGURATIONS = [
         pytest.param({"placement": placement}, marks=slow, id=placement.name.lower())
         for placement in (Placement.PHY, Placement.FABRIC, Placement.HOST)
     ),
+    pytest.param({"link": Link.X8_32, "link_layer": LinkLayer.FLITS_68}, marks=slow, id="flits-68"),
     *(pytest.param({"placement": Placement.RANK, "ranks": n}, marks=slow, id=f"{n}-ranks") for n in (2, 4)),
 ]
 

@@ -15,7 +15,7 @@ from nearkv_sim.toolchain import ToolMissing
         ("fpga", {}, "unknown device 'fpga'; there are model, rtl, cocotb"),
         ("rtl:huge", {}, "unknown preset 'huge' in 'rtl:huge'; there are small, card"),
         ("rtl:", {}, "unknown preset ''"),
-        ("unix:/run/nearkv", {}, "served devices are not there yet"),
+        ("unix:/run/nearkv", {"channels": 2}, "a device that runs already; it takes no options"),
         ("rtl", {"chanels": 1}, "unknown configuration field 'chanels'; there are name, channels"),
         ("model", {"channels": 3}, "channels=3: must be 1, 2, 4, 8 or 16"),
         ("model", {"trace": True}, "trace=True: the model has no signals to record"),

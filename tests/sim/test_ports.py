@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nearkv_hw.abi import configure
+from nearkv_hw.abi.mailbox import PoisonSource
 from nearkv_hw.verilog import to_verilog
 from nearkv_sim.build import device_library
 from nearkv_sim.cocotb.port import CocotbPort
@@ -84,6 +85,39 @@ def test_enables_choose_bytes(port):
     )
     chosen = (enables[:, None] >> np.arange(64, dtype=np.uint64)) & 1 == 1
     np.testing.assert_array_equal(result.data, np.where(chosen, new, old))
+
+
+def test_bad_data_stays_bad(port):
+    """What a host writes with poison is read so, and known, until all of it is written without."""
+    old, new = np.full((2, 64), 0x11, np.uint8), np.full((2, 64), 0x22, np.uint8)
+    some = np.array([1, 1 << 63], np.uint64)
+    both, result = lines(0, 64), lines(0, 64, 128)
+    first, second, third = port.run(
+        [
+            *(Write(both, old, poison=True), Fence(), Read(result), Fence()),
+            *(Write(both, new, some), Fence(), Read(result), Fence()),
+            *(Write(both[:1], new[:1]), Fence(), Read(result)),
+        ]
+    )
+    assert first.access.tolist() == second.access.tolist() == [Access.POISON, Access.POISON, Access.DATA]
+    assert third.access.tolist() == [Access.DATA, Access.POISON, Access.DATA]
+    assert port.maintenance.poisoned() == {64: PoisonSource.EXTERNAL}
+
+
+def test_what_can_be_erased_is(port):
+    port.run([Write(lines(0), np.ones((1, 64), np.uint8), poison=True)])
+    if port.kind == "cocotb":
+        with pytest.raises(RuntimeError, match="the cocotb device cannot be erased while it runs"):
+            port.maintenance.erase()
+        return
+    port.maintenance.erase()
+    assert port.maintenance.poisoned() == {}
+    (result,) = port.run([Read(lines(0))])
+    assert result.access.tolist() == [Access.DATA]
+    assert not result.data.any()
+    for wish in (lambda: port.maintenance.withhold(0, 1), lambda: port.maintenance.repair(0, bytes(64))):
+        with pytest.raises(RuntimeError, match=r"the rtl device (cannot keep memory|lets nobody)"):
+            wish()
 
 
 def test_outside_reads_bring_nothing(port):

@@ -8,7 +8,7 @@ import typer
 
 from nearkv.errors import NearkvError
 
-from . import bench, doctor, estimate, info, replay, run, serve_sim, study, trace
+from . import bench, doctor, estimate, info, inspect, replay, run, serve, serve_sim, study, trace
 from .output import fail
 
 app = typer.Typer(
@@ -21,10 +21,12 @@ app = typer.Typer(
 )
 app.command()(doctor.doctor)
 app.command()(info.info)
+app.command()(inspect.inspect)
 app.command()(run.run)
 app.command()(replay.replay)
 app.command()(trace.trace)
 app.command()(estimate.estimate)
+app.command()(serve.serve)
 app.command()(serve_sim.serve_sim)
 app.add_typer(bench.app)
 app.add_typer(study.app)

@@ -65,17 +65,28 @@ def model(
 def driver(
     device: Annotated[str, typer.Option(help="Which device: rtl, model, with a preset.")] = "model:card",
     repeats: Annotated[int, typer.Option(help="Calls that a figure is the median of.", min=1)] = 100,
+    hosts: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Processes that use one served device at once; may be given again. 1, 2, 8.", min=1
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what the driver costs on the host (driver.*), apart from what the device takes.
 
     driver.attend_overhead_us is the driver's own time of a call for a batch of 8; driver.appends_per_s counts
     rows of all 8 KV heads, the device's time included; driver.pages_per_s are pages taken and given back.
-    driver.host_bytes_per_row is of one KV head.
+    driver.host_bytes_per_row is of one KV head. driver.hosts_attend_us is a call of one of several hosts.
     """
     from nearkv.bench import driver as bench
+    from nearkv.bench import hosts as several
 
-    results = [asdict(figure) for figure in bench.measure(device, repeats=repeats)]
+    figures = [
+        *bench.measure(device, repeats=repeats),
+        *several.measure(device, hosts=hosts or (1, 2, 8), calls=repeats),
+    ]
+    results = [asdict(figure) for figure in figures]
     print_results(f"driver on {device}", results, as_json)
 
 
@@ -183,6 +194,30 @@ def memory(
     if write:
         write_into(write, results)
     print_results("memory", results, as_json)
+
+
+@app.command()
+def link(
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure latencies with off or flits_68; may be given again. Both if not given."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what flits carry (link.read.lines_per_flit, link.write.lines_per_flit), and latencies.
+
+    Lines per flit are those of a pair of link layers whose wire is all that is short, with multi-data headers
+    and without. link.read_latency_ns and link.write_latency_ns go from a request to its answer at the host's
+    messages, on an idle device.
+    """
+    from nearkv_hw.abi.config import LinkLayer
+
+    from nearkv.bench import link as bench
+
+    layers = _members("--layer", layer, LinkLayer) or tuple(LinkLayer)
+    with steps_bar(bench.steps(layers)) as steps:
+        results = list(bench.measure(layers, steps))
+    print_results("link", results, as_json)
 
 
 @app.command()

@@ -95,6 +95,11 @@ class Layout:
     def __getitem__(self, name: str) -> Field:
         return self._fields[name]
 
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return -(-self.width // 8)
+
     def offset(self, name: str) -> int:
         """The position of a field's lowest bit."""
         return self._offsets[name]

@@ -86,6 +86,15 @@ class Link(IntEnum):
     X16_64 = 3
 
 
+class LinkLayer(IntEnum):
+    """What is between the host's messages and the endpoint."""
+
+    OFF = 0
+    """Nothing: the endpoint takes messages at the rate of the link."""
+    FLITS_68 = 1
+    """A link layer at each end and 68-byte flits on the wire between them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
     """What a device is made of.
@@ -110,6 +119,8 @@ class DeviceConfig:
     placement : where the units stand.
     ranks : ranks of a channel, each with a unit of its own: 2 or 4 for `Placement.RANK`, else 1.
     link : the CXL link.
+    link_layer : whether messages travel in flits. `FLITS_68` needs a link at 32 GT/s that carries at most a
+        flit per device cycle.
     clock_mhz : device clock, from which cycles become time; with DRAM the part's.
 
     Raises
@@ -133,6 +144,7 @@ class DeviceConfig:
     placement: Placement = Placement.CONTROLLER
     ranks: int = 1
     link: Link = Link.X8_64
+    link_layer: LinkLayer = LinkLayer.OFF
     clock_mhz: int = FIXED_CLOCK_MHZ
 
     def __post_init__(self) -> None:
@@ -173,6 +185,15 @@ class DeviceConfig:
         check("memory_latency_cycles", 2 <= self.memory_latency_cycles <= 200, "must be 2 to 200")
         check("clock_mhz", 1 <= self.clock_mhz <= 10_000, "must be 1 to 10,000")
         check("fabric_share", 1 <= self.fabric_share <= 15, "must be 1 to 15 sixteenths")
+        if self.link_layer is LinkLayer.FLITS_68:
+            from .link import FLITS_68, RATES, flits_per_cycle
+
+            check(
+                "link_layer",
+                RATES[self.link].flits is FLITS_68 and flits_per_cycle(self.link, self.clock_mhz) <= 1,
+                "must be off where the link is not at 32 GT/s or carries more than a flit per device cycle; "
+                "link=x8_32 does at every clock from 464 MHz on",
+            )
         near = self.placement is Placement.RANK
         check(
             "ranks",
@@ -262,6 +283,7 @@ _ENUMERATIONS: dict[str, type[IntEnum]] = {
     "refresh": Refresh,
     "placement": Placement,
     "link": Link,
+    "link_layer": LinkLayer,
 }
 
 

@@ -137,10 +137,18 @@ def lines_per_cycle(link: Link, clock_mhz: int) -> Fraction:
     return RATES[link].read_bytes_per_second / LINE_BYTES / (clock_mhz * 10**6)
 
 
+def flits_per_cycle(link: Link, clock_mhz: int) -> Fraction:
+    """Flits that the link carries in a device cycle, each way."""
+    return RATES[link].slots_per_second / RATES[link].flits.slots.value / (clock_mhz * 10**6)
+
+
 def ports(link: Link, clock_mhz: int) -> int:
     """Messages of each kind that the endpoint must take and send in a device cycle to keep the link full."""
     return ceil(lines_per_cycle(link, clock_mhz))
 
+
+WIRE_NS = 10
+"""From one link layer to the other: both physical layers, package and trace. An assumption of this model."""
 
 TOKEN_BITS = 12
 """A slot is 2^TOKEN_BITS tokens, in which the endpoint counts what the link carries."""

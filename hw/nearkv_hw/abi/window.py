@@ -60,6 +60,7 @@ IDENTITY = Layout(
     Field("fabric_share", 8, "sixteenths of a channel's lines that host, walker and writer get at least"),
     Field("ranks", 8, "ranks of a channel, each with a unit of its own"),
     Field("features", 32, "`Feature` flags: what the device has beyond plain jobs"),
+    Field("link_layer", 8, "`LinkLayer`"),
 )
 
 DEVICE_COUNTERS = Layout(

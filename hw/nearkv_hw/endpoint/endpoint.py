@@ -8,6 +8,7 @@ from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi import DeviceConfig
+from ..abi.config import LinkLayer
 from ..abi.dram import PARTS, Dram
 from ..abi.link import lines_per_cycle, ports, tokens
 from ..common.trees import reduce_tree
@@ -103,7 +104,10 @@ class Endpoint(wiring.Component):
         return m
 
     def _keep_pace(self, m, members):
-        """Open both directions as the link carries."""
+        """Open both directions as the link carries; behind a link layer the flits keep the pace."""
+        if self.config.link_layer is not LinkLayer.OFF:
+            m.d.comb += [opened.eq(1) for port in members for opened in (port.m2s_open, port.s2m_open)]
+            return
         rate = tokens(self.config.link, self.config.clock_mhz)
         for direction, kinds in (
             ("m2s", (("req", rate.req), ("rwd", rate.rwd))),

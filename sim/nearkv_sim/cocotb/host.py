@@ -207,6 +207,7 @@ class Host:
             meta_field=MetaField.NO_OP,
             tag=tag,
             address=address >> LINE_SHIFT,
+            poison=write.poison,
         )
         data = int.from_bytes(write.data[index].tobytes(), "little")
         port.writes.send([header | enable << RWD_ENABLE | data << RWD_DATA])

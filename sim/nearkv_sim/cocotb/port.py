@@ -20,6 +20,7 @@ from .. import wire
 from ..build import device_design, progress
 from ..cache import cache_folder
 from ..events import ALL, CAPACITY, EventKind
+from ..injections import Injections
 from ..port import DeviceTimeout, Program, ReadResult
 from ..programs import check_injection, check_shaking, checked
 from ..toolchain import need_trace_headers
@@ -41,6 +42,10 @@ class CocotbPort:
     idle, backpressure : probability of a cycle without a message and without ready on every stream.
     report : told of build steps; by default the terminal.
     design : Verilog to use instead of the configuration's.
+
+    Members
+    -------
+    maintenance : what can be done to it below its tenants.
 
     Raises
     ------
@@ -96,6 +101,7 @@ class CocotbPort:
                 pass_fds=[theirs.fileno()],
             )
         self._connection: socket.socket | None = ours
+        self.maintenance = Injections(self)
 
     def run(self, program: Program) -> list[ReadResult]:
         """Carry out a program; see `Port.run`.
@@ -106,12 +112,15 @@ class CocotbPort:
         ValueError : an address misaligned or beyond 52 bits, or arrays that do not fit each other.
         RuntimeError : the device is closed, broke the protocol, or its simulator ended; with the log's end.
         """
-        entries, arrays = wire.pack_program(checked(program))
+        ready = checked(program)
+        entries, arrays = wire.pack_program(ready)
         reply, results = self._ask({"program": entries}, arrays)
         self._link_bytes, self._cycles = reply["link_bytes"], reply["cycles"]
         if "timeout" in reply:
             raise DeviceTimeout(f"{reply['timeout']} (seed {self.seed})")
-        return wire.unpack_results(results)
+        found = wire.unpack_results(results)
+        self.maintenance.observe(ready, found)
+        return found
 
     @property
     def link_bytes(self) -> int:

@@ -31,6 +31,12 @@ class Counters:
         }
         self._behind_crossbar = config.placement is Placement.FABRIC
 
+    def clear(self) -> None:
+        """All count from zero again."""
+        self.device.update(dict.fromkeys(self.device, 0))
+        for counted in (*self.channels.values(), *self.memory.values()):
+            counted[:] = 0
+
     def stream(self, lines: npt.NDArray[np.int64]) -> None:
         """Count lines that the units took, [slices]; behind the crossbar the fabric reads them, too."""
         self.channels["unit_lines"] += lines

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig
 from nearkv_hw.abi.config import EXTENT_SHIFT
 from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES, LINE_SHIFT
+from nearkv_hw.abi.mailbox import PoisonSource
 
 from ..port import Lines
 from .counters import Counters
@@ -20,6 +21,8 @@ Mask = npt.NDArray[np.bool_]
 
 EXTENT_LINES_SHIFT = EXTENT_SHIFT - LINE_SHIFT
 NOBODY = -1
+WITHHELD = -2
+"""Owner of an extent that no tenant may have."""
 _WORD_BITS = 64
 _WORD_CHECK_BITS = 8
 _ALL_BYTES = (1 << LINE_BYTES) - 1
@@ -41,7 +44,7 @@ class Memory:
     Members
     -------
     lines : uint8 [lines, 64], the image itself, unchecked.
-    owners : int8 [extents], the tenant or NOBODY.
+    owners : int8 [extents], the tenant, NOBODY or WITHHELD.
     """
 
     def __init__(self, config: DeviceConfig, counters: Counters) -> None:
@@ -51,6 +54,10 @@ class Memory:
         self._owners = np.full(config.extents + 1, NOBODY, dtype=np.int8)
         self.owners = self._owners[:-1]  # the last one stands for whatever lies beyond the memory
         self._flipped: dict[int, set[int]] = {}
+        self._bad: set[int] = set()
+        """Lines that were written with poison."""
+        self._spoilt: set[int] = set()
+        self._found: set[int] = set()
         self._channels = config.slices
         self._counters = counters
 
@@ -81,15 +88,26 @@ class Memory:
         return data, allowed
 
     def write(
-        self, lines: LineIndices, data: Lines, tenant: int, enables: npt.NDArray[np.uint64] | None = None
+        self,
+        lines: LineIndices,
+        data: Lines,
+        tenant: int,
+        enables: npt.NDArray[np.uint64] | None = None,
+        *,
+        poison: bool = False,
     ) -> Mask:
-        """Write lines, or their enabled bytes, where the tenant may; returns where."""
+        """Write lines, or their enabled bytes, where the tenant may; returns where.
+
+        With `poison` the lines are poisoned from then on, until they are written as a whole without.
+        """
         allowed = self.check(lines, tenant, "fabric_writes")
         if not allowed.all():
             lines, data = lines[allowed], data[allowed]
             enables = None if enables is None else enables[allowed]
-        if self._flipped:
+        if not self.intact:
             self._overwrite(lines, enables)
+        if poison:
+            self._bad.update(lines.tolist())
         if enables is None:
             self.lines[lines] = data
         else:
@@ -115,14 +133,59 @@ class Memory:
         if not flipped:
             del self._flipped[line]
 
+    def spoil(self, line: int) -> None:
+        """Poison a line, as two inverted bits of a word do."""
+        self._flipped.setdefault(line, set()).update((0, 1))
+        self._spoilt.add(line)
+
+    def repair(self, line: int, data: bytes) -> None:
+        """Write a line, whoever owns it; it is in order afterwards."""
+        self._flipped.pop(line, None)
+        self._bad.discard(line)
+        self.lines[line] = np.frombuffer(data, np.uint8)
+
+    def lost(self) -> dict[int, PoisonSource]:
+        """Poisoned lines that are known: from a write, from `spoil`, or because a read found them."""
+        lost = {line for line, bits in self._flipped.items() if not _correctable(bits)}
+        self._spoilt &= lost
+        self._found &= lost
+        known = dict.fromkeys(self._bad, PoisonSource.EXTERNAL) | dict.fromkeys(
+            self._found, PoisonSource.INTERNAL
+        )
+        return dict(sorted((known | dict.fromkeys(self._spoilt, PoisonSource.INJECTED)).items()))
+
+    @property
+    def withheld(self) -> Mask:
+        """Which extents no tenant may have, [extents]."""
+        kept: Mask = self.owners == WITHHELD
+        return kept
+
+    @withheld.setter
+    def withheld(self, kept: Mask) -> None:
+        self.owners[kept] = WITHHELD
+
+    def withhold(self, first: int, count: int) -> None:
+        """Erase extents and keep them from all tenants."""
+        begin, end = first << EXTENT_LINES_SHIFT, first + count << EXTENT_LINES_SHIFT
+        self.lines[begin:end] = 0
+        for line in [line for line in self._flipped if begin <= line < end]:
+            del self._flipped[line]
+        self._bad = {line for line in self._bad if not begin <= line < end}
+        self.owners[first : first + count] = WITHHELD
+
+    def give(self, first: int, count: int) -> None:
+        """Let tenants claim extents that were withheld."""
+        owners = self.owners[first : first + count]
+        owners[owners == WITHHELD] = NOBODY
+
     @property
     def intact(self) -> bool:
-        """Whether no bit of any line is inverted."""
-        return not self._flipped
+        """Whether no bit of any line is inverted, and no line poisoned."""
+        return not (self._flipped or self._bad)
 
     def poisoned(self, lines: LineIndices) -> Mask:
         """Which of the lines, each read once, cannot be corrected; counted, as the corrected ones are."""
-        lost = np.zeros(lines.shape, dtype=np.bool_)
+        lost = np.isin(lines, list(self._bad)) if self._bad else np.zeros(lines.shape, dtype=np.bool_)
         for line in self._flipped:
             here = lines == line
             if here.any():
@@ -132,6 +195,8 @@ class Memory:
     def spoilt(self, begin: LineIndices, end: LineIndices, reads: int) -> Mask:
         """Which runs of lines, each read `reads` times, hold one that cannot be corrected; counted, too."""
         lost = np.zeros(begin.shape, dtype=np.bool_)
+        for line in self._bad:
+            lost |= (begin <= line) & (line < end)
         for line in self._flipped:
             here = (begin <= line) & (line < end)
             if here.any():
@@ -143,6 +208,8 @@ class Memory:
         lost = not _correctable(self._flipped[line])
         slice_ = int(self.channels_of(np.array(line)))
         self._counters.memory["uncorrectable" if lost else "corrected"][slice_] += reads
+        if lost:
+            self._found.add(line)
         return lost
 
     def _overwrite(self, lines: LineIndices, enables: npt.NDArray[np.uint64] | None) -> None:
@@ -151,6 +218,8 @@ class Memory:
         for line, all_bytes in zip(lines.tolist(), whole.tolist(), strict=True):
             if line in self._flipped and (all_bytes or _correctable(self._flipped[line])):
                 del self._flipped[line]
+            if all_bytes:
+                self._bad.discard(line)
 
     def claim(self, first: int, count: int, tenant: int) -> int | None:
         """Give extents to a tenant, all or none; the first that another tenant owns; None if given."""

@@ -21,6 +21,7 @@ from . import timing
 from .counters import Counters
 from .engine import FEATURES, Engine
 from .kernels import choose
+from .maintenance import ModelMaintenance
 from .memory import Memory, enabled_bytes
 from .window import CommandWindow
 
@@ -31,8 +32,8 @@ _EVERY_BYTE = np.ones((1, LINE_BYTES), np.bool_)
 class ModelPort:
     """A device in software that behaves, program by program, as the hardware does.
 
-    Work is done when the doorbell is rung, so a poll sees at once whatever it will ever see. Poison comes
-    from `inject` alone: a program cannot write it. Cycles are an estimate (`timing`).
+    Work is done when the doorbell is rung, so a poll sees at once whatever it will ever see. Cycles are an
+    estimate (`timing`).
 
     Parameters
     ----------
@@ -43,6 +44,7 @@ class ModelPort:
     Members
     -------
     kernel : "native" or "torch".
+    maintenance : what can be done to it below its tenants.
 
     Raises
     ------
@@ -68,8 +70,13 @@ class ModelPort:
         self._link_lines = 0
         self._fence_cycles = timing.read_cycles(config)
         self._link_cycles = lru_cache(_COUNTS_KEPT)(partial(timing.link_cycles, config))
+        self._counters = Counters(config)
+        self._attend = attend
         self._engine: Engine | None = None
-        self.reset()
+        self._restart()
+        self.maintenance = ModelMaintenance(
+            config.dram, lambda: self._open_engine().memory, self._counters, self._restart
+        )
 
     def run(self, program: Program) -> list[ReadResult]:
         """Carry out a program; DeviceTimeout when a poll ends in vain, ValueError for a misaligned address.
@@ -115,16 +122,20 @@ class ModelPort:
 
     def reset(self) -> None:
         """Start anew, as a device does: memory, owners, rings and counters are as on the first day."""
-        config = self.config
-        self._counters = Counters(config)
-        self._engine = Engine(config, self._counters, self._attend, self.features)
-        self._windows = [
-            CommandWindow(config, a, self.features, self._counters) for a in range(config.apertures)
-        ]
+        self._counters.clear()
+        self._restart()
 
     def close(self) -> None:
         """End the device; its memory is lost. A second call does nothing."""
         self._engine = None
+
+    def _restart(self) -> None:
+        """New memory and new command windows; counters go on."""
+        config = self.config
+        self._engine = Engine(config, self._counters, self._attend, self.features)
+        self._windows = [
+            CommandWindow(config, a, self.features, self._counters) for a in range(config.apertures)
+        ]
 
     def _open_engine(self) -> Engine:
         if self._engine is None:
@@ -138,19 +149,26 @@ class ModelPort:
         for area in areas:
             some = None if enables is None else enables[area.which]
             if not area.window:
-                engine.memory.write(area.offsets >> LINE_SHIFT, data[area.which], area.aperture, some)
+                lines = area.offsets >> LINE_SHIFT
+                engine.memory.write(lines, data[area.which], area.aperture, some, poison=write.poison)
             else:
-                self._write_window(engine, area, data[area.which], some)
+                self._write_window(engine, area, data[area.which], some, poison=write.poison)
 
     def _write_window(
-        self, engine: Engine, area: _Area, data: Lines, enables: npt.NDArray[np.uint64] | None
+        self,
+        engine: Engine,
+        area: _Area,
+        data: Lines,
+        enables: npt.NDArray[np.uint64] | None,
+        *,
+        poison: bool,
     ) -> None:
         window = self._windows[area.aperture]
-        if enables is None and window.post(area.offsets, data):
+        if enables is None and not poison and window.post(area.offsets, data):
             return
         every = _EVERY_BYTE.repeat(len(data), axis=0) if enables is None else enabled_bytes(enables)
         for offset, line, enabled in zip(area.offsets.tolist(), data, every, strict=True):
-            if window.write(offset, line, enabled):
+            if window.write(offset, line, enabled, poison=poison):
                 engine.serve(window)
 
     def _read(self, memory: Memory, addresses: Addresses) -> ReadResult:

@@ -91,17 +91,21 @@ class CommandWindow:
         self._descriptors[lines] = data
         return True
 
-    def write(self, offset: int, data: npt.NDArray[np.uint8], enabled: Mask) -> bool:
+    def write(self, offset: int, data: npt.NDArray[np.uint8], enabled: Mask, *, poison: bool = False) -> bool:
         """Write the enabled bytes of a line; true when that rang the doorbell.
 
         Only descriptor slots and the doorbell take writes. A doorbell that goes back, asks for
-        more descriptors than the ring holds, or lacks bytes of its count, is refused and counted as an error.
+        more descriptors than the ring holds, lacks bytes of its count, or is poisoned, is refused and counted
+        as an error. A poisoned write fills a slot's first line with zeros and its second with ones.
         """
         if offset == DOORBELL_OFFSET:
-            return self._ring(data, enabled)
+            return self._ring(data, enabled & (not poison))
         line = offset - DESCRIPTORS_OFFSET >> LINE_SHIFT
         if 0 <= line < len(self._descriptors):
-            self._descriptors[line, enabled] = data[enabled]
+            if poison:
+                self._descriptors[line] = 0xFF if line % _SLOT_LINES else 0
+            else:
+                self._descriptors[line, enabled] = data[enabled]
         return False
 
     def fetch(self) -> tuple[int, Lines, Lines]:

@@ -222,6 +222,7 @@ void Host::send_write(Lane& lane) {
     insert(message, messages::kRwdMetaField, messages::kMetaNoOp);
     insert(message, messages::kRwdTag, take_tag(lane, &operation, line));
     insert(message, messages::kRwdAddress, operation.addresses[line] / kLineBytes);
+    insert(message, messages::kRwdPoison, operation.poison);
     insert(message, messages::kRwdEnable, enable);
     insert_words(message, messages::kRwdData, data.data(), kLineWords);
     *lane.port.m2s_rwd_valid = 1;

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from nearkv_hw.abi import PRESETS, configure
-from nearkv_hw.abi.config import EXTENT_BYTES
+from nearkv_hw.abi.config import EXTENT_BYTES, LinkLayer
 from nearkv_hw.abi.dram import PARTS, Dram
 
 
@@ -43,6 +43,8 @@ def test_enumerations_may_be_given_by_name():
         ("clock_mhz", 0, "must be 1 to 10,000"),
         ("dram", "ddr9", "must be one of fixed"),
         ("link", 9, "must be one of x8_32"),
+        ("link_layer", "flits_68", "must be off where the link is not at 32 GT/s"),
+        ("link_layer", "flits", "must be one of off, flits_68"),
         ("placement", "moon", "must be one of rank, phy, controller, fabric, host"),
         ("fabric_share", 0, "must be 1 to 15 sixteenths"),
         ("fabric_share", 16, "must be 1 to 15 sixteenths"),
@@ -52,6 +54,14 @@ def test_enumerations_may_be_given_by_name():
 def test_refusals_name_field_and_value(field, value, message):
     with pytest.raises(ValueError, match=f"{field}=.*{message}"):
         configure("small", **{field: value})
+
+
+def test_a_link_layer_makes_a_flit_per_cycle():
+    """463 million flits per second of x8, twice as many of x16."""
+    assert configure("small", link="x8_32", link_layer="flits_68").link_layer is LinkLayer.FLITS_68
+    assert configure("small", link="x16_32", link_layer="flits_68", dram="lpddr5x_8533").clock_mhz == 1067
+    with pytest.raises(ValueError, match=r"link_layer=.*more than a flit per device cycle"):
+        configure("small", link="x16_32", link_layer="flits_68")
 
 
 def test_the_fixed_memory_has_no_part():

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 from nearkv_hw.abi.config import Link
-from nearkv_hw.abi.link import RATES, TOKEN_BITS, lines_per_cycle, ports, tokens
+from nearkv_hw.abi.link import RATES, TOKEN_BITS, flits_per_cycle, lines_per_cycle, ports, tokens
 
 PUBLISHED = {
     Link.X8_32: (26.4, 23.7),
@@ -26,6 +26,12 @@ def test_rates_are_the_known_ones(link):
     )
     if link is Link.X16_32:
         assert round(float(2 * 64 * mixed) / 1e9, 1) == 79.1
+
+
+def test_flits_per_cycle():
+    assert round(float(flits_per_cycle(Link.X8_32, 1000)), 3) == 0.463
+    assert round(float(flits_per_cycle(Link.X16_32, 1000)), 3) == 0.927
+    assert flits_per_cycle(Link.X16_64, 1000) == Fraction(1, 2)
 
 
 def test_ports_follow_link_and_clock():

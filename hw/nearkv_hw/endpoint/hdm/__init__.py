@@ -1,0 +1,1 @@
+"""HDM decoders: from host addresses to the device's own."""
