@@ -20,7 +20,7 @@ from flit_golden import (
     on_wire,
 )
 
-NORMAL, ASK, WAIT, RETRAIN = "normal", "ask", "wait", "retrain"
+NORMAL, ASK, WAIT = "normal", "ask", "wait"
 STEPS = (64, 32, 16, 8, 4, 2, 1)
 FIELD = {"rsp": 0, "req": 1, "data": 2}
 SPENDS = {"req": "req", "rwd": "data", "ndr": "rsp", "drs": "data"}
@@ -149,6 +149,10 @@ class GoldenLink:
                 self.remote_viral = payload >> 32 & 0xFFFF if payload >> 1 & 1 else None
                 if payload & 1:
                     self._tried = 0
+
+    def retrained(self):
+        """The physical layer carries flits again; what was on the wire is lost."""
+        self.state, self._asked, self._sequence, self._frames = ASK, None, [], 0
 
     # Sending.
 

@@ -7,17 +7,15 @@ from statistics import median_low
 from typing import Any
 
 import numpy as np
-from nearkv_hw.abi import DeviceConfig, configure
 from nearkv_hw.abi.config import Link, LinkLayer
-from nearkv_hw.abi.dram import Dram
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.link import WIRE_NS
 from nearkv_sim.events import EventKind
 from nearkv_sim.link import KINDS, CompiledLink, LinkSetup, Passed, Traffic
 from nearkv_sim.port import Program, Read, Write
-from nearkv_sim.rtl import RtlPort
 
 from nearkv.bench import Progress, Quiet
+from nearkv.device import Device, open
 
 MESSAGES = 200_000
 """Requests of each measurement of what flits carry."""
@@ -50,9 +48,8 @@ def measure(
         yield from _packing(link, multi_data)
     for layer in layers:
         progress.begin(f"latency with link_layer={layer.name.lower()}")
-        config = configure("small", link=Link.X8_32, link_layer=layer, dram=Dram.FIXED)
-        with RtlPort(config, report=progress.tell) as port:
-            yield from _latencies(port, config)
+        with open("rtl", report=progress.tell, link=Link.X8_32, link_layer=layer) as device:
+            yield from _latencies(device)
 
 
 def _packing(link: CompiledLink, multi_data: bool) -> Iterator[dict[str, Any]]:
@@ -70,13 +67,14 @@ def _flits(*runs: Passed) -> int:
     return sum(sum(run.flits) for run in runs)
 
 
-def _latencies(port: RtlPort, config: DeviceConfig) -> Iterator[dict[str, Any]]:
-    """From a request to its answer at the host's message streams, one access at a time.
+def _latencies(device: Device) -> Iterator[dict[str, Any]]:
+    """From a request to its answer at the host's message streams, one access at a time, the middle of a few.
 
-    The memory is the fixed one with its latency; `memory_cycles` says it. A wire of 10 ns each way is in it,
-    and the host's link layer.
+    Reads are of a closed bank of the DRAM. With a link layer the host's time is in it, and that on the wires,
+    `wire_ns`.
     """
-    address = np.array([0], np.uint64)
+    config, port, tenant = device.config, device._port, device._tenant(0)
+    address = tenant.hosts(tenant.scattered("latency", 1, LINE_BYTES))
     programs: dict[str, tuple[Program, str, str]] = {
         "read": ([Read(address)], "m2s_req", "s2m_drs"),
         "write": ([Write(address, np.zeros((1, LINE_BYTES), np.uint8))], "m2s_rwd", "s2m_ndr"),
@@ -93,7 +91,6 @@ def _latencies(port: RtlPort, config: DeviceConfig) -> Iterator[dict[str, Any]]:
         about = {
             **config.to_dict(),
             "cycles": cycles,
-            "memory_cycles": config.memory_latency_cycles if name == "read" else 0,
             "wire_ns": 0 if config.link_layer is LinkLayer.OFF else 2 * WIRE_NS,
             "target_ns": TARGETS_NS[name],
         }

@@ -63,6 +63,7 @@ class Bench:
         self.sent = {k: [] for k in (*self.sources, *self.sinks)}
         self.to_golden, self.to_design = deque([None] * WIRE_CYCLES), deque([None] * WIRE_CYCLES)
         self.flips = 0
+        self.down = False
         cocotb.start_soon(self._run())
 
     def send(self, count):
@@ -82,13 +83,26 @@ class Bench:
                 break
             await cycles(self.dut, 1)
         await cycles(self.dut, 60)
+        told = f"{self.golden.log[-12:]}, {Retry(int(self.dut.state.value))!r}"
         for kind, messages in self.sent.items():
             got = self._got(kind)
-            assert len(got) == len(messages), f"{kind}: {len(got)} of {len(messages)}"
+            assert len(got) == len(messages), f"{kind}: {len(got)} of {len(messages)}; {told}"
             assert list(got) == messages, kind
 
     def _got(self, kind):
         return self.sinks[kind]._items if kind in self.sinks else self.golden.received[kind]
+
+    async def retrain(self, cycle_count=20):
+        """The wire is down for a while, and what was on it is lost."""
+        self.dut.phy_up.value = self.dut.rx_valid.value = 0
+        self.dut.tx_ready.value = 1
+        await cycles(self.dut, cycle_count)
+        for wire in (self.to_design, self.to_golden):
+            wire.extend([None] * WIRE_CYCLES)
+            for _ in range(len(wire) - WIRE_CYCLES):
+                wire.popleft()
+        self.golden.retrained()
+        self.dut.phy_up.value = 1
 
     def _damaged(self, wire):
         if wire is not None and self.rng.random() < self.errors:
@@ -100,6 +114,8 @@ class Bench:
         dut, edge = self.dut, RisingEdge(self.dut.clk)
         dut.phy_up.value = 1
         while True:
+            if dut.retrain.value or self.down:
+                await self.retrain()
             ready = self.rng.random() < self.pace
             dut.tx_ready.value = int(ready)
             wire = self.to_design.popleft()
@@ -149,16 +165,12 @@ async def asks_again_after_the_wire_was_down(dut):
     bench = Bench(dut, rng)
     bench.send(100)
     await cycles(dut, 70)
-    dut.phy_up.value = 0
-    await cycles(dut, 2)
+    bench.down = True
+    await cycles(dut, 5)
     assert dut.state.value == Retry.REINIT.value
-    for wire in (bench.to_design, bench.to_golden):
-        for n in range(len(wire)):
-            wire[n] = None
-    bench.golden.state = "ask"
-    await cycles(dut, 30)
-    dut.phy_up.value = 1
+    bench.down = False
     await bench.arrived(20_000)
+    assert bench.golden.retries > 0
 
 
 @cocotb.test()
