@@ -10,10 +10,10 @@ from amaranth.lib import data, enum, stream
 from amaranth.lib.wiring import In, Out, Signature
 
 from .abi import memory
-from .abi.descriptor import Status
+from .abi.descriptor import MAX_CANDIDATES, Status
 from .abi.formats import OutputForm
 from .abi.lines import LINE_BITS, LINE_BYTES
-from .abi.numerics import LIMB_BITS, MAX_ROWS, TOP_BITS
+from .abi.numerics import LIMB_BITS, MAX_ROWS, SCORE_LIMIT, TOP_BITS
 
 LINE_ADDRESS_BITS = 34
 """Line addresses of a device of at most 1 TiB."""
@@ -26,6 +26,8 @@ ROW_BITS = MAX_ROWS.bit_length()
 """Bits of a row's number in its context."""
 POSITION_BITS = 25
 """Bits of a query row's position, signed."""
+CANDIDATE_BITS = (MAX_CANDIDATES - 1).bit_length()
+"""Bits of a page's number among those that a job selects from."""
 SCALE_ROW_BITS = LINE_BYTES.bit_length() - 1
 """Bits of a row's number among those whose scales share a line; a row has a byte of them at least."""
 
@@ -166,6 +168,15 @@ class PageItem(data.Struct):
     row: SCALE_ROW_BITS  # the first row's number in the page, its lowest bits
     index: ROW_BITS  # and in the context
     rows: 14  # rows to stream, at least 1
+
+
+class Bound(data.Struct):
+    """What no score of a page is larger than, for the queries of a pass."""
+
+    value: signed(SCORE_LIMIT.bit_length() + 1)
+    candidate: CANDIDATE_BITS  # which of the pages that the job selects from
+    first: 1  # of the job's passes of bounds
+    last: 1
 
 
 class State(data.Struct):

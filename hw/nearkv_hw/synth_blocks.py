@@ -29,6 +29,7 @@ from .attention.shape import UnitShape
 from .attention.streamer import Streamer
 from .attention.unit import AttentionUnit
 from .command.completer import Completer
+from .command.selection import Selector
 from .command.walker import Walker
 from .command.window import CommandWindow
 from .endpoint.endpoint import Endpoint
@@ -48,6 +49,8 @@ UNIT = UnitShape(lanes=LANES, queries=QUERIES, finish_lanes=FINISH_LANES, max_di
 CONFIG = configure("small", queries=QUERIES, capacity_bytes=256 << 20, ring_slots=16)
 MASTERS = 3
 CONTROLLER_TAG_BITS = 10
+CANDIDATES = 1024
+"""Pages to select from; a device has room for 65,536."""
 
 
 @dataclass(frozen=True)
@@ -98,5 +101,6 @@ BLOCKS = (
     Block("endpoint", lambda: Endpoint(config=CONFIG)),
     Block("command-window", lambda: CommandWindow(config=CONFIG)),
     Block("walker", lambda: Walker(config=CONFIG)),
+    Block("selector", lambda: Selector(units=2, candidates=CANDIDATES)),
     Block("completer", lambda: Completer(ring_slots=CONFIG.ring_slots)),
 )
