@@ -104,6 +104,8 @@ class UnitJob(data.Struct):
     tenant: TENANT_BITS
     queries: 5  # queries of this pass, 1 to the kept ones
     first: 1  # they are the job's first ones
+    last: 1  # and its last ones
+    bounds: 1  # rows are pairs, a page's least and its largest elements: the page's bound is wanted, no more
     group: 8  # query heads of every query row
     position: signed(POSITION_BITS)  # of the job's first query row
     causal: 1  # rows after a query's own position are not seen; set with a window, too

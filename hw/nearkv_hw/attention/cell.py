@@ -6,7 +6,7 @@ hardware in both.
 """
 
 from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
-from amaranth.lib import memory, wiring
+from amaranth.lib import data, memory, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi.numerics import BIN_BITS, LIMB_BITS, WEIGHT_BITS
@@ -19,6 +19,13 @@ from ..arithmetic.weight import Weight
 
 DOT_BINS = range(7, 25)
 """Bins of products of a query's and a K element, -9 to 8, plus 16: a bin with its sign bit inverted."""
+
+
+class QueryElement(data.Struct):
+    """An element of a query as a cell keeps it."""
+
+    element: CodeElement
+    negative: 1
 
 
 class Cell(wiring.Component):
@@ -36,11 +43,12 @@ class Cell(wiring.Component):
     value : In : value mode.
     weight : In(Weight) : the factor in value mode.
     query_read : In : which query element is the factor in score mode.
+    drop : In : score mode: a positive query element counts as zero (bit 0), a negative one (bit 1).
 
     Element stage:
 
     element : In(Element) : the decoded element.
-    query : In(Element) : a query's element, which is a bf16 or fp16 number.
+    query, query_negative : In : a query's element, which is a bf16 or fp16 number, and its sign.
     query_write, query_address : In : keep it as that query element, a factor from the next cycle on.
 
     Top stage, `top_cycles` after the element:
@@ -73,8 +81,10 @@ class Cell(wiring.Component):
                 "value": In(1),
                 "weight": In(Weight),
                 "query_read": In(range(query_states)),
+                "drop": In(2),
                 "element": In(Element),
                 "query": In(Element),
+                "query_negative": In(1),
                 "query_write": In(1),
                 "query_address": In(range(query_states)),
                 "add": In(1),
@@ -96,22 +106,25 @@ class Cell(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        m.submodules.query = kept = memory.Memory(shape=CodeElement, depth=self.query_states, init=[])
+        m.submodules.query = kept = memory.Memory(shape=QueryElement, depth=self.query_states, init=[])
         read, write = kept.read_port(domain="comb"), kept.write_port()
         m.d.comb += [
             read.addr.eq(self.query_read),
             write.addr.eq(self.query_address),
-            write.data.significand.eq(self.query.significand[-CODE_SIGNIFICAND_BITS:]),
-            write.data.exponent.eq(self.query.exponent),
+            write.data.element.significand.eq(self.query.significand[-CODE_SIGNIFICAND_BITS:]),
+            write.data.element.exponent.eq(self.query.exponent),
+            write.data.negative.eq(self.query_negative),
             write.en.eq(self.query_write),
         ]
         m.submodules.product = product = Product()
         factor = Signal(WEIGHT_BITS, reset_less=True)
         factor_exponent = Signal(signed(FACTOR_EXPONENT_BITS), reset_less=True)
-        query = Cat(Const(0, WEIGHT_BITS - CODE_SIGNIFICAND_BITS), read.data.significand)
+        kept_query = read.data.element
+        query = Cat(Const(0, WEIGHT_BITS - CODE_SIGNIFICAND_BITS), kept_query.significand)
+        dropped = Mux(read.data.negative, self.drop[1], self.drop[0])
         m.d.sync += [
-            factor.eq(Mux(self.value, self.weight.significand, query)),
-            factor_exponent.eq(Mux(self.value, self.weight.exponent, read.data.exponent)),
+            factor.eq(Mux(self.value, self.weight.significand, Mux(dropped, 0, query))),
+            factor_exponent.eq(Mux(self.value, self.weight.exponent, kept_query.exponent)),
         ]
         m.d.comb += [
             product.element.eq(self.element),

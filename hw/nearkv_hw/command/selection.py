@@ -42,7 +42,7 @@ class Selector(wiring.Component):
     `verdict_cycles` after `serve`.
     """
 
-    verdict_cycles = 2
+    verdict_cycles = 3
 
     def __init__(self, *, units, candidates=MAX_CANDIDATES):
         if not isinstance(units, int) or units < 1:
@@ -73,36 +73,32 @@ class Selector(wiring.Component):
         under_way = Signal(range(self.candidates * 256))  # bounds asked for and not here
         others = Signal(range(self.candidates), reset_less=True)  # of the selected, but for the last one
         m.d.comb += read.en.eq(0)
-        taken, item, item_valid, key = self._take(m, read, write, best)
+        taken, item, item_valid, key, moves = self._take(m, read, write)
         highest, some = Signal(_KEY_BITS, reset_less=True), Signal()  # the last candidate so far
         offered, offered_valid = Signal(_KEY_BITS, reset_less=True), Signal()
-        room, done = Signal(), Signal()
+        room = Signal()
         m.d.comb += [
             room.eq(~offered_valid | best.i.ready),
-            done.eq(item_valid & (~item.last | room)),
-            write.en.eq(done),
+            moves.eq(~item_valid[-1] | ~item.last | room),
             best.i.valid.eq(offered_valid),
             best.i.payload.eq(offered),
             best.clear.eq(self.start),
             best.capacity.eq(others),
-            self.idle.eq((under_way == 0) & ~item_valid & ~offered_valid & best.idle),
+            self.idle.eq((under_way == 0) & ~item_valid.any() & ~offered_valid & best.idle),
             self.selected.eq(Mux(some, best.size + 1, 0)),
         ]
-        m.d.sync += under_way.eq(under_way + self.asked - taken)
+        came = Signal()  # a cycle late: the choice of what is taken is long
+        m.d.sync += [came.eq(taken), under_way.eq(under_way + self.asked - came)]
         with m.If(room):
             m.d.sync += offered_valid.eq(0)
-        with m.If(done):
-            m.d.sync += item_valid.eq(taken)
-            with m.If(item.last):
-                rises = ~some | (_candidate(key) > _candidate(highest))
-                m.d.sync += [
-                    some.eq(1),
-                    offered_valid.eq(some),
-                    offered.eq(Mux(rises, highest, key)),
-                    highest.eq(Mux(rises, key, highest)),
-                ]
-        with m.Elif(taken):
-            m.d.sync += item_valid.eq(1)
+        with m.If(moves & item_valid[-1] & item.last):
+            rises = ~some | (item.candidate > _candidate(highest))
+            m.d.sync += [
+                some.eq(1),
+                offered_valid.eq(some),
+                offered.eq(Mux(rises, highest, key)),
+                highest.eq(Mux(rises, key, highest)),
+            ]
         with m.If(self.start):
             most = self.candidates - 1
             m.d.sync += [
@@ -112,67 +108,82 @@ class Selector(wiring.Component):
         self._serve(m, read, highest, some, best, others)
         return m
 
-    def _take(self, m, read, write, best):
-        """Bounds come one after the other, and each meets what is known of its candidate."""
-        item, item_valid, item_free = Signal(Bound, reset_less=True), Signal(), Signal()
+    def _take(self, m, read, write):
+        """Bounds come one after the other, and each meets what is known of its candidate.
+
+        They move together: what was kept is read, comes into a register, and is written again.
+        """
+        items = [Signal(Bound, reset_less=True, name=f"item_{n}") for n in range(3)]
+        valid, moves = Signal(len(items)), Signal()
         m.submodules.arbiter = arbiter = RoundRobin(count=self.units)
-        given, taken = Signal(Bound), Signal()
+        given, taken, waits = Signal(Bound), Signal(), Signal()
         m.d.comb += [
             arbiter.requests.eq(Cat(bound.valid for bound in self.bounds)),
             arbiter.accept.eq(taken),
             given.eq(one_hot_select(arbiter.grant, [bound.payload.as_value() for bound in self.bounds])),
-            # what is being written is not read in the same cycle
-            item_free.eq(~item_valid | (write.en & (item.candidate != given.candidate))),
-            taken.eq(arbiter.grant.any() & item_free),
+            # what is still to be written is not read
+            waits.eq(
+                Cat(
+                    here & (item.candidate == given.candidate)
+                    for here, item in zip(valid, items, strict=True)
+                ).any()
+            ),
+            taken.eq(arbiter.grant.any() & moves & ~waits),
             *(
-                bound.ready.eq(granted & item_free)
+                bound.ready.eq(granted & moves & ~waits)
                 for bound, granted in zip(self.bounds, arbiter.grant, strict=True)
             ),
         ]
         with m.If(taken):
             m.d.comb += [read.addr.eq(given.candidate), read.en.eq(1)]
-            m.d.sync += item.eq(given)
-        value = Mux(item.first | (item.value > read.data), item.value, read.data)
-        key = Signal(_KEY_BITS)
+        first, second, third = items
+        before = Signal.like(read.data, reset_less=True)
+        largest = Mux(second.first | (second.value > before), second.value, before)
+        with m.If(moves):
+            m.d.sync += [
+                valid.eq(Cat(taken, valid)),
+                first.eq(given),
+                second.eq(first),
+                before.eq(read.data),
+                third.eq(second),
+                third.value.eq(largest),
+            ]
         m.d.comb += [
-            key.eq(_key(value, item.candidate)),
-            write.addr.eq(item.candidate),
-            write.data.eq(value),
+            write.addr.eq(third.candidate),
+            write.data.eq(third.value),
+            write.en.eq(valid[-1]),
         ]
-        return taken, item, item_valid, key
+        return taken, third, valid, _key(third.value, third.candidate), moves
 
     def _serve(self, m, read, highest, some, best, others):
-        """Reads the bounds again, in their order."""
+        """Reads the bounds again, in their order: they are read, come into a register, and are compared."""
+        all_selected = Signal(reset_less=True)
+        m.d.sync += all_selected.eq(best.size != others)
         at, all_read = Signal(range(self.candidates), reset_less=True), Signal()
-        number = Signal(CANDIDATE_BITS, reset_less=True)  # of the bound that was read
-        here, here_free = Signal(), Signal()
-        told, verdict, told_free = Signal(), Signal(reset_less=True), Signal()
+        numbers = [Signal(CANDIDATE_BITS, reset_less=True, name=f"number_{n}") for n in range(2)]
+        here, told, moves = Signal(2), Signal(), Signal()
+        value, verdict = Signal.like(read.data, reset_less=True), Signal(reset_less=True)
         last = _candidate(highest)
         m.d.comb += [
-            told_free.eq(~told | self.verdicts.ready),
-            here_free.eq(~here | told_free),
+            moves.eq(~told | self.verdicts.ready),
             self.verdicts.valid.eq(told),
             self.verdicts.payload.eq(verdict),
         ]
         with m.If(~self.serve | ~self.idle):
             m.d.sync += [at.eq(0), all_read.eq(0), here.eq(0), told.eq(0)]
-        with m.Else():
-            with m.If(here_free):
-                m.d.comb += [read.addr.eq(at), read.en.eq(1)]
-                m.d.sync += [
-                    here.eq(some & ~all_read),
-                    number.eq(at),
-                    at.eq(at + 1),
-                    all_read.eq(all_read | (at == last)),
-                ]
-            with m.If(told_free):
-                key = _key(read.data, number)
-                m.d.sync += [
-                    told.eq(here),
-                    verdict.eq(
-                        (number == last) | (best.size != others) | ((others != 0) & (key >= best.least))
-                    ),
-                ]
+        with m.Elif(moves):
+            m.d.comb += [read.addr.eq(at), read.en.eq(1)]
+            key = _key(value, numbers[1])
+            m.d.sync += [
+                here.eq(Cat(some & ~all_read, here)),
+                numbers[0].eq(at),
+                at.eq(at + 1),
+                all_read.eq(all_read | (at == last)),
+                value.eq(read.data),
+                numbers[1].eq(numbers[0]),
+                told.eq(here[1]),
+                verdict.eq((numbers[1] == last) | all_selected | ((others != 0) & (key >= best.least))),
+            ]
 
 
 def check_candidates(candidates):

@@ -25,12 +25,12 @@ class Best(wiring.Component):
     least : Out : the least of them; without meaning when there are none.
     idle : Out(1) : no key is on its way to its place.
 
-    A key that is not kept takes a cycle (`drop_cycles`). One that is takes two more for every level that it
-    goes through (`level_cycles`), and one more at the lowest.
+    A key that is not kept takes a cycle (`drop_cycles`). One that is takes as many more as it has levels to
+    look at, times `level_cycles`.
     """
 
     drop_cycles = 1
-    level_cycles = 2
+    level_cycles = 3
 
     def __init__(self, *, key_bits, depth):
         for name, value in (("key_bits", key_bits), ("depth", depth)):
@@ -57,6 +57,8 @@ class Best(wiring.Component):
         read, write = nodes.read_port(), nodes.write_port(granularity=1)
         key, least = Signal(self.key_bits, reset_less=True), Signal(self.key_bits, reset_less=True)
         node, size = Signal(range(2 * self.depth + 2), reset_less=True), Signal(range(self.depth + 1))
+        lower, right = (Signal(self.key_bits, reset_less=True, name=name) for name in ("lower", "right"))
+        some, two = Signal(reset_less=True), Signal(reset_less=True)  # nodes below, and both of them
         placed, placing = Signal(self.key_bits), Signal()  # at `node`
         m.d.comb += [
             self.size.eq(size),
@@ -84,27 +86,34 @@ class Best(wiring.Component):
                         m.next = "CHILDREN"
             with m.State("PARENT"):
                 m.d.comb += [read.addr.eq(node >> 2), read.en.eq(1)]
+                m.next = "PARENT_HERE"
+            with m.State("PARENT_HERE"):
+                m.d.sync += lower.eq(Mux(node[1:] == 1, least, Mux(node[1], read.data[1], read.data[0])))
                 m.next = "UP"
             with m.State("UP"):
-                parent = Mux(node[1:] == 1, least, Mux(node[1], read.data[1], read.data[0]))
-                goes_up = (node != 1) & (key < parent)
-                m.d.comb += [placing.eq(1), placed.eq(Mux(goes_up, parent, key))]
+                goes_up = (node != 1) & (key < lower)
+                m.d.comb += [placing.eq(1), placed.eq(Mux(goes_up, lower, key))]
                 m.next = "IDLE"
                 with m.If(goes_up):
                     m.d.sync += node.eq(node >> 1)
                     m.next = "PARENT"
             with m.State("CHILDREN"):
                 m.d.comb += read.en.eq(1)
+                m.d.sync += [some.eq(node << 1 <= size), two.eq(node << 1 < size)]
+                m.next = "CHILDREN_HERE"
+            with m.State("CHILDREN_HERE"):
+                m.d.sync += [lower.eq(read.data[0]), right.eq(read.data[1])]
                 m.next = "DOWN"
             with m.State("DOWN"):
-                left, right = read.data[0], read.data[1]
-                right_node = Mux(node << 1 >= size, 0, right < left)
-                lower = Mux(right_node, right, left)
-                goes_down = (node << 1 <= size) & Mux(right_node, right < key, left < key)
-                m.d.comb += [placing.eq(1), placed.eq(Mux(goes_down, lower, key))]
+                is_right = two & (right < lower)
+                goes_down = some & ((lower < key) | (two & (right < key)))
+                m.d.comb += [
+                    placing.eq(1),
+                    placed.eq(Mux(goes_down, Mux(is_right, right, lower), key)),
+                ]
                 m.next = "IDLE"
                 with m.If(goes_down):
-                    m.d.sync += node.eq((node << 1) + right_node)
+                    m.d.sync += node.eq((node << 1) + is_right)
                     m.next = "CHILDREN"
         with m.If(self.clear):
             m.d.sync += size.eq(0)

@@ -49,7 +49,7 @@ def test_keeps_the_largest(depth):
                 if kept:
                     assert ctx.get(best.least) == kept[0]
                 levels = len(kept).bit_length() if kept != before else 0
-                assert Best.drop_cycles <= took <= 1 + Best.level_cycles * levels + (levels > 0)
+                assert Best.drop_cycles <= took <= Best.drop_cycles + Best.level_cycles * levels
 
     simulator = Simulator(best)
     simulator.add_clock(1e-6)
