@@ -154,10 +154,10 @@ COMPLETION = Layout(
     ),
     Field("reserved_phase", 7),
     Field("status", 8, "`Status`"),
-    Field("passes", 16, "times that the rows were read"),
+    Field("passes", 16, "times that the rows were read, summaries aside"),
     Field("tag", 32, "the descriptor's tag"),
     Field("cycles", 32, "device cycles from the descriptor's fetch to this record"),
-    Field("lines", 32, "K and V lines streamed, all channels and passes"),
+    Field("lines", 32, "K, V and summary lines streamed, all channels and passes"),
     Field("detail", 64, "page index at fault; for a refused claim, the first extent that is taken"),
 )
 
