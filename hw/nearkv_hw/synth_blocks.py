@@ -100,7 +100,7 @@ BLOCKS = (
     Block("fabric", lambda: Fabric(masters=MASTERS, config=CONFIG)),
     Block("endpoint", lambda: Endpoint(config=CONFIG)),
     Block("command-window", lambda: CommandWindow(config=CONFIG)),
-    Block("walker", lambda: Walker(config=CONFIG)),
+    Block("walker", lambda: Walker(config=CONFIG, candidates=CANDIDATES)),
     Block("selector", lambda: Selector(units=2, candidates=CANDIDATES)),
     Block("completer", lambda: Completer(ring_slots=CONFIG.ring_slots)),
 )

@@ -2,15 +2,15 @@
 
 from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import memory, stream, wiring
-from amaranth.lib.wiring import In, Out
+from amaranth.lib.wiring import In
 
 from ..abi.descriptor import MAX_CANDIDATES
 from ..common.arbiter import RoundRobin
 from ..common.best import Best
 from ..common.trees import one_hot_select
 from ..interfaces import CANDIDATE_BITS, Bound
+from .records import SelectorPort
 
-SELECT_PAGES_BITS = 24
 _VALUE_BITS = Bound.as_shape()["value"].width
 _KEY_BITS = _VALUE_BITS + CANDIDATE_BITS
 
@@ -30,13 +30,15 @@ class Selector(wiring.Component):
 
     Members
     -------
-    start : In(1), select_pages : In : a job begins, that selects so many pages, at least 1; while `idle`.
-    asked : In(1) : a page was sent to a unit in a pass of bounds: a bound will come.
     bounds : In(stream(Bound)).array(units)
-    idle : Out(1) : all bounds that were asked for are in their places.
-    selected : Out : how many candidates are selected; while `idle`.
-    serve : In(1) : a pass wants verdicts, from candidate 0 on; clear between passes.
-    verdicts : Out(stream(1)) : of the candidates in turn, once `idle`.
+    feed : In(SelectorPort) : the page feed, with
+
+        start, select_pages : a job begins, that selects so many pages, at least 1; while `idle`.
+        asked : a page was sent to a unit in a pass of bounds: a bound will come.
+        idle : all bounds that were asked for are in their places.
+        selected : how many candidates are selected; while `idle`.
+        serve : a pass wants verdicts, from candidate 0 on; clear between passes.
+        verdicts : a bit for each of the candidates in turn, once `idle`.
 
     Throughput is a bound per cycle, unless its page comes among the best, and a verdict per cycle, the first
     `verdict_cycles` after `serve`.
@@ -52,14 +54,8 @@ class Selector(wiring.Component):
         self.candidates = candidates
         super().__init__(
             {
-                "start": In(1),
-                "select_pages": In(SELECT_PAGES_BITS),
-                "asked": In(1),
                 "bounds": In(stream.Signature(Bound)).array(units),
-                "idle": Out(1),
-                "selected": Out(range(candidates + 1)),
-                "serve": In(1),
-                "verdicts": Out(stream.Signature(1)),
+                "feed": In(SelectorPort()),
             }
         )
 
@@ -82,13 +78,13 @@ class Selector(wiring.Component):
             moves.eq(~item_valid[-1] | ~item.last | room),
             best.i.valid.eq(offered_valid),
             best.i.payload.eq(offered),
-            best.clear.eq(self.start),
+            best.clear.eq(self.feed.start),
             best.capacity.eq(others),
-            self.idle.eq((under_way == 0) & ~item_valid.any() & ~offered_valid & best.idle),
-            self.selected.eq(Mux(some, best.size + 1, 0)),
+            self.feed.idle.eq((under_way == 0) & ~item_valid.any() & ~offered_valid & best.idle),
+            self.feed.selected.eq(Mux(some, best.size + 1, 0)),
         ]
         came = Signal()  # a cycle late: the choice of what is taken is long
-        m.d.sync += [came.eq(taken), under_way.eq(under_way + self.asked - came)]
+        m.d.sync += [came.eq(taken), under_way.eq(under_way + self.feed.asked - came)]
         with m.If(room):
             m.d.sync += offered_valid.eq(0)
         with m.If(moves & item_valid[-1] & item.last):
@@ -99,11 +95,11 @@ class Selector(wiring.Component):
                 offered.eq(Mux(rises, highest, key)),
                 highest.eq(Mux(rises, key, highest)),
             ]
-        with m.If(self.start):
+        with m.If(self.feed.start):
             most = self.candidates - 1
             m.d.sync += [
                 some.eq(0),
-                others.eq(Mux(self.select_pages > most, most, self.select_pages - 1)),
+                others.eq(Mux(self.feed.select_pages > most, most, self.feed.select_pages - 1)),
             ]
         self._serve(m, read, highest, some, best, others)
         return m
@@ -165,11 +161,11 @@ class Selector(wiring.Component):
         value, verdict = Signal.like(read.data, reset_less=True), Signal(reset_less=True)
         last = _candidate(highest)
         m.d.comb += [
-            moves.eq(~told | self.verdicts.ready),
-            self.verdicts.valid.eq(told),
-            self.verdicts.payload.eq(verdict),
+            moves.eq(~told | self.feed.verdicts.ready),
+            self.feed.verdicts.valid.eq(told),
+            self.feed.verdicts.payload.eq(verdict),
         ]
-        with m.If(~self.serve | ~self.idle):
+        with m.If(~self.feed.serve | ~self.feed.idle):
             m.d.sync += [at.eq(0), all_read.eq(0), here.eq(0), told.eq(0)]
         with m.Elif(moves):
             m.d.comb += [read.addr.eq(at), read.en.eq(1)]

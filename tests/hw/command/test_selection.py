@@ -56,19 +56,19 @@ class Bench:
             count = rng.choice([0, 1, 2, 3, rng.randint(1, CANDIDATES), CANDIDATES])
             select_pages = rng.choice([1, 2, 3, rng.randint(1, CANDIDATES), CANDIDATES, 1 << 20])
             passes = rng.randint(1, 3)
-            while not ctx.get(selector.idle):
+            while not ctx.get(selector.feed.idle):
                 await ctx.tick()
-            ctx.set(selector.start, 1)
-            ctx.set(selector.select_pages, select_pages)
+            ctx.set(selector.feed.start, 1)
+            ctx.set(selector.feed.select_pages, select_pages)
             await ctx.tick()
-            ctx.set(selector.start, 0)
-            ctx.set(selector.select_pages, rng.getrandbits(24))
+            ctx.set(selector.feed.start, 0)
+            ctx.set(selector.feed.select_pages, rng.getrandbits(24))
             unit_of = [rng.randrange(selector.units) for _ in range(count)]
             largest = [-SCORE_LIMIT] * count
             for number in range(passes):
                 for candidate, value in enumerate(random_bounds(rng, count)):
                     largest[candidate] = max(value, largest[candidate])
-                    ctx.set(selector.asked, 1)
+                    ctx.set(selector.feed.asked, 1)
                     self.queues[unit_of[candidate]].append(
                         {
                             "value": value,
@@ -78,32 +78,35 @@ class Bench:
                         }
                     )
                     await ctx.tick()
-                    ctx.set(selector.asked, 0)
+                    ctx.set(selector.feed.asked, 0)
                     while sum(map(len, self.queues)) > self.backlog:
                         await ctx.tick()
             want = expected(largest, select_pages) if count else []
             for _ in range(rng.randint(1, 3)):
-                ctx.set(selector.serve, 1)
+                ctx.set(selector.feed.serve, 1)
                 ready = rng.choice([0.4, 1])
                 stop = rng.choice([count, rng.randint(0, count)])
                 assert [await self.verdict(ctx, ready) for _ in range(stop)] == want[:stop]
-                while not ctx.get(selector.idle):
+                while not ctx.get(selector.feed.idle):
                     await ctx.tick()
-                assert ctx.get(selector.selected) == sum(want)
+                assert ctx.get(selector.feed.selected) == sum(want)
                 if stop == count:
                     for _ in range(5):
-                        assert not ctx.get(selector.verdicts.valid)
+                        assert not ctx.get(selector.feed.verdicts.valid)
                         await ctx.tick()
-                ctx.set(selector.serve, 0)
+                ctx.set(selector.feed.serve, 0)
                 await ctx.tick()
 
     async def verdict(self, ctx, ready):
         while True:
-            ctx.set(self.selector.verdicts.ready, is_ready := self.rng.random() < ready)
-            valid, payload = ctx.get(self.selector.verdicts.valid), ctx.get(self.selector.verdicts.payload)
+            ctx.set(self.selector.feed.verdicts.ready, is_ready := self.rng.random() < ready)
+            valid, payload = (
+                ctx.get(self.selector.feed.verdicts.valid),
+                ctx.get(self.selector.feed.verdicts.payload),
+            )
             await ctx.tick()
             if is_ready and valid:
-                ctx.set(self.selector.verdicts.ready, 0)
+                ctx.set(self.selector.feed.verdicts.ready, 0)
                 return payload
 
 
@@ -125,30 +128,30 @@ def test_a_bound_and_a_verdict_per_cycle():
     selector = Selector(units=2, candidates=CANDIDATES)
 
     async def bench(ctx):
-        ctx.set(selector.start, 1)
-        ctx.set(selector.select_pages, 1)
+        ctx.set(selector.feed.start, 1)
+        ctx.set(selector.feed.select_pages, 1)
         await ctx.tick()
-        ctx.set(selector.start, 0)
+        ctx.set(selector.feed.start, 0)
         for candidate in range(CANDIDATES):
             port = selector.bounds[candidate % 2]
             for name, value in (("value", -candidate), ("candidate", candidate), ("first", 1), ("last", 1)):
                 ctx.set(getattr(port.payload, name), value)
-            ctx.set(selector.asked, 1)
+            ctx.set(selector.feed.asked, 1)
             ctx.set(port.valid, 1)
             assert ctx.get(port.ready)
             await ctx.tick()
             ctx.set(port.valid, 0)
-        ctx.set(selector.asked, 0)
-        while not ctx.get(selector.idle):
+        ctx.set(selector.feed.asked, 0)
+        while not ctx.get(selector.feed.idle):
             await ctx.tick()
-        ctx.set(selector.verdicts.ready, 1)
-        ctx.set(selector.serve, 1)
+        ctx.set(selector.feed.verdicts.ready, 1)
+        ctx.set(selector.feed.serve, 1)
         await ctx.tick().repeat(Selector.verdict_cycles)
         for candidate in range(CANDIDATES):
-            assert ctx.get(selector.verdicts.valid)
-            assert ctx.get(selector.verdicts.payload) == (candidate == CANDIDATES - 1)
+            assert ctx.get(selector.feed.verdicts.valid)
+            assert ctx.get(selector.feed.verdicts.payload) == (candidate == CANDIDATES - 1)
             await ctx.tick()
-        assert not ctx.get(selector.verdicts.valid)
+        assert not ctx.get(selector.feed.verdicts.valid)
 
     simulator = Simulator(selector)
     simulator.add_clock(1e-6)
