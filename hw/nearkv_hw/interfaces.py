@@ -230,7 +230,7 @@ class ResultJob(data.Struct):
     value_dim: 10
     form: OutputForm
     line: LINE_ADDRESS_BITS  # device line of the pass's first result
-    fault: 1  # the walker met an error: nothing is written
+    fault: 1  # nothing is written, as of a pass of bounds
 
 
 class PassDone(data.Struct):
