@@ -21,7 +21,7 @@ from .ranges import Ranges
 from .reader import LineReader, RunIssue
 from .records import Outcome, Posted, Ticket
 from .selected import ListWriter, SharedPort
-from .selection import Selector
+from .selection import Selector, check_candidates
 
 ENTRIES, HEADERS, RANGES, QUERIES = range(4)
 """Clients of the walker's reader; the first goes first."""
@@ -88,6 +88,7 @@ class Walker(wiring.Component):
     def __init__(self, *, config, candidates=MAX_CANDIDATES):
         if not isinstance(config, DeviceConfig):
             raise TypeError(f"config must be a DeviceConfig, not {config!r}")
+        check_candidates(candidates)
         self.config = config
         self.candidates = candidates
         units, slices = config.units, config.slices

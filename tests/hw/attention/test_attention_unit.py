@@ -12,6 +12,7 @@ from attention_golden import float32_bits
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi.descriptor import MAX_LARGE_DIM, Status
 from nearkv_hw.abi.formats import BF16, ELEMENT_FORMATS, FP4_E2M1, FP16, INT8, LUT4, QUERY_FORMATS
+from nearkv_hw.attention.bounds import Bounds
 from nearkv_hw.attention.shape import MAX_DIM
 from nearkv_hw.attention.unit import COUNTERS, AttentionUnit
 from nearkv_hw.interfaces import (
@@ -70,6 +71,11 @@ def test_attention_unit(shape):
 def test_parameters_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         AttentionUnit(**arguments)
+
+
+def test_pipes_of_bounds_are_checked():
+    with pytest.raises(ValueError, match="pipes must be a positive integer, not 0"):
+        Bounds(pipes=0)
 
 
 class Bench:
