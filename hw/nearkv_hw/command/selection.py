@@ -7,6 +7,7 @@ from amaranth.lib.wiring import In
 from ..abi.descriptor import MAX_CANDIDATES
 from ..common.arbiter import RoundRobin
 from ..common.best import Best
+from ..common.queue import Queue
 from ..common.trees import one_hot_select
 from ..interfaces import CANDIDATE_BITS, Bound
 from .records import SelectorPort
@@ -112,11 +113,15 @@ class Selector(wiring.Component):
         items = [Signal(Bound, reset_less=True, name=f"item_{n}") for n in range(3)]
         valid, moves = Signal(len(items)), Signal()
         m.submodules.arbiter = arbiter = RoundRobin(count=self.units)
-        given, taken, waits = Signal(Bound), Signal(), Signal()
+        m.submodules.come = come = Queue(shape=Bound, depth=2)
+        given, taken, waits = come.o.payload, Signal(), Signal()
         m.d.comb += [
             arbiter.requests.eq(Cat(bound.valid for bound in self.bounds)),
-            arbiter.accept.eq(taken),
-            given.eq(one_hot_select(arbiter.grant, [bound.payload.as_value() for bound in self.bounds])),
+            arbiter.accept.eq(come.i.ready),
+            come.i.valid.eq(arbiter.grant.any()),
+            come.i.payload.eq(
+                one_hot_select(arbiter.grant, [bound.payload.as_value() for bound in self.bounds])
+            ),
             # what is still to be written is not read
             waits.eq(
                 Cat(
@@ -124,9 +129,10 @@ class Selector(wiring.Component):
                     for here, item in zip(valid, items, strict=True)
                 ).any()
             ),
-            taken.eq(arbiter.grant.any() & moves & ~waits),
+            taken.eq(come.o.valid & moves & ~waits),
+            come.o.ready.eq(taken),
             *(
-                bound.ready.eq(granted & moves & ~waits)
+                bound.ready.eq(granted & come.i.ready)
                 for bound, granted in zip(self.bounds, arbiter.grant, strict=True)
             ),
         ]
