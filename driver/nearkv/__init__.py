@@ -35,7 +35,7 @@ _HOMES = {
     "merge": "reference",
     "open": "device",
 }
-_MODULES = ("check", "errors", "estimate", "ops", "quantise", "reference", "replay")
+_MODULES = ("check", "errors", "estimate", "faults", "ops", "quantise", "reference", "replay")
 
 __all__ = [*_HOMES, *_MODULES, "__version__"]
 

@@ -6,13 +6,15 @@ Extents come from a `claim` function and are kept for good. Pages of one size sh
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi.config import EXTENT_BYTES
-from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.lines import LINE_BYTES, lines_of
 
 from .errors import OutOfMemoryError
 
@@ -28,6 +30,10 @@ class Extents:
     claim : takes extents on the device.
     extents, channels : of the device; consecutive extents lie in consecutive channels.
     in_use : extents that the tenant owned before and that hold what this driver did not write.
+
+    Members
+    -------
+    owned : extents that were claimed here or adopted, free or not.
     """
 
     def __init__(
@@ -39,14 +45,24 @@ class Extents:
         self._in_use = in_use
         self._next = 0
         self._free: set[int] = set()
+        self._rising: list[list[int]] = [[] for _ in range(channels)]
+        """Per channel a heap of free extents; those that were taken in a run are still in it."""
+        self.owned = 0
+
+    @property
+    def free(self) -> int:
+        """Extents that are claimed and hold nothing."""
+        return len(self._free)
 
     def take(self, channel: int) -> int | None:
         """An extent of a channel, or None when there is none left."""
+        rising = self._rising[channel]
         while True:
-            found = min((e for e in self._free if e % self._channels == channel), default=None)
-            if found is not None:
-                self._free.remove(found)
-                return found
+            while rising:
+                found = heappop(rising)
+                if found in self._free:
+                    self._free.remove(found)
+                    return found
             if not self._grow(self._channels - self._next % self._channels):
                 return None
 
@@ -71,6 +87,24 @@ class Extents:
     def give(self, extent: int) -> None:
         """An extent that `take` gave is free again."""
         self._free.add(extent)
+        heappush(self._rising[extent % self._channels], extent)
+
+    @contextmanager
+    def no_more(self) -> Iterator[None]:
+        """Within the block no extent is claimed."""
+        before, self._extents = self._extents, self._next
+        try:
+            yield
+        finally:
+            self._extents = before
+
+    def adopt(self, owned: Iterable[int], used: Container[int]) -> None:
+        """Take over what an earlier session of the tenant claimed; what is not used is free."""
+        self._in_use = frozenset(owned)
+        self.owned += len(self._in_use)
+        for extent in self._in_use:
+            if extent not in used:
+                self.give(extent)
 
     def _grow(self, count: int) -> bool:
         """Claim some of the next `count` extents, skipping what is taken; False at the end of the memory."""
@@ -81,9 +115,12 @@ class Extents:
         if not wanted:
             return first < self._extents
         if len(wanted) == wanted[-1] - wanted[0] + 1 and self._claim(wanted[0], len(wanted)) is None:
-            self._free.update(wanted)
+            taken = wanted
         else:
-            self._free.update(extent for extent in wanted if self._claim(extent, 1) is None)
+            taken = [extent for extent in wanted if self._claim(extent, 1) is None]
+        self.owned += len(taken)
+        for extent in taken:
+            self.give(extent)
         return True
 
 
@@ -127,6 +164,33 @@ class Arena:
             for extent in whole:
                 self._extents.give(extent)
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of extents in which something lies that are free."""
+        return sum(end - begin for begin, end in self._free)
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """Bytes of the longest run of these."""
+        return max((end - begin for begin, end in self._free), default=0)
+
+    def adopt(self, used: Iterable[tuple[int, int]]) -> set[int]:
+        """Take over extents in which runs (address, bytes) lie already; returns the extents.
+
+        The runs do not overlap.
+        """
+        runs = sorted((begin, begin + max(lines_of(size), 1) * LINE_BYTES) for begin, size in used)
+        extents = {e for begin, end in runs for e in range(begin // EXTENT_BYTES, -(-end // EXTENT_BYTES))}
+        for extent in extents:
+            self._insert(extent * EXTENT_BYTES, (extent + 1) * EXTENT_BYTES)
+        for begin, end in runs:
+            index = bisect_right(self._free, (begin, end)) - 1
+            index += index < 0 or self._free[index][1] < end
+            first, last = self._free[index]
+            rest = ((first, begin), (end, last))
+            self._free[index : index + 1] = [run for run in rest if run[0] < run[1]]
+        return extents
+
     def _insert(self, begin: int, end: int) -> tuple[int, int]:
         """Add a free run; returns it with the free neighbours that it grew together with."""
         index = bisect_left(self._free, (begin, end))
@@ -142,20 +206,43 @@ class Arena:
 class Pages:
     """Pages of one size, in extents of their own; no page crosses an extent.
 
+    A page is free when as many gave it back as have it: `take` is the first, `share` adds others. Taking,
+    sharing and giving back cost the same however many pages there are.
+
     Parameters
     ----------
     extents : where more memory comes from.
     page_bytes : bytes of a page.
     load : bytes of pages in use per channel, shared by all page sizes of the tenant; changed in place.
+
+    Members
+    -------
+    page_bytes : see above.
+    used : pages in use, however many have them.
+    held_extents : extents in which there are pages.
     """
 
     def __init__(self, extents: Extents, page_bytes: int, load: list[int]) -> None:
+        self.page_bytes = page_bytes
+        self.used = 0
+        self.held_extents = 0
         self._extents = extents
-        self._page_bytes = page_bytes
         self._load = load
         self._per_extent = EXTENT_BYTES // page_bytes
         self._free: list[dict[int, list[int]]] = [{} for _ in load]
         """Per channel: extents with free pages, and the addresses of these."""
+        self._others: dict[int, int] = {}
+        """Pages that several have: how many besides the first."""
+
+    @property
+    def shared(self) -> int:
+        """Pages that more than one has."""
+        return len(self._others)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of extents in which there are pages that are none of these; at the ends of extents, too."""
+        return self.held_extents * EXTENT_BYTES - self.used * self.page_bytes
 
     def take(self, count: int, first_channel: int | None = None) -> npt.NDArray[np.uint64]:
         """The addresses of `count` pages, one channel after the other.
@@ -176,31 +263,70 @@ class Pages:
             found = self._take_of((first_channel + offset) % channels, len(wanted))
             pages[offset : offset + len(found) * channels : channels] = found
             missing += wanted[len(found) :]
-        for index in sorted(missing):
+        missing.sort()
+        for at, index in enumerate(missing):
             for channel in sorted(range(channels), key=self._load.__getitem__):
                 found = self._take_of(channel, 1)
                 if found:
                     pages[index] = found[0]
                     break
             else:
-                self.give(pages[pages != 0])
+                self.give(np.delete(pages, missing[at:]))
                 raise OutOfMemoryError(
-                    f"the device has no room for {count} pages of {self._page_bytes} bytes; free sequences "
+                    f"the device has no room for {count} pages of {self.page_bytes} bytes; free sequences "
                     "or caches, or open it with a larger capacity_bytes"
                 )
         return pages
 
-    def give(self, pages: npt.NDArray[np.uint64]) -> None:
-        """Pages that `take` gave are free again."""
+    def share(self, pages: npt.NDArray[np.uint64]) -> None:
+        """One more has these pages, which are in use."""
+        others = self._others
         for page in pages.tolist():
+            others[page] = others.get(page, 0) + 1
+
+    def shares(self, pages: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Which of the pages more than one has."""
+        if not self._others:
+            return np.zeros(pages.shape, np.bool_)
+        found = [page in self._others for page in pages.reshape(-1).tolist()]
+        return np.array(found, np.bool_).reshape(pages.shape)
+
+    def give(self, pages: npt.NDArray[np.uint64]) -> None:
+        """Who took or shared these pages has them no longer; those that nobody has are free."""
+        others = self._others
+        for page in pages.tolist():
+            more = others.get(page)
+            if more is not None:
+                if more == 1:
+                    del others[page]
+                else:
+                    others[page] = more - 1
+                continue
             extent = page // EXTENT_BYTES
             channel = extent % len(self._load)
-            self._load[channel] -= self._page_bytes
+            self._load[channel] -= self.page_bytes
+            self.used -= 1
             free = self._free[channel].setdefault(extent, [])
             free.append(page)
             if len(free) == self._per_extent:
                 del self._free[channel][extent]
+                self.held_extents -= 1
                 self._extents.give(extent)
+
+    def adopt(self, used: npt.NDArray[np.uint64]) -> set[int]:
+        """Take over pages that are in use, named as often as somebody has them; returns their extents."""
+        pages, counts = np.unique(used, return_counts=True)
+        self._others.update(zip(pages[counts > 1].tolist(), (counts[counts > 1] - 1).tolist(), strict=True))
+        extents = np.unique(pages // np.uint64(EXTENT_BYTES)).tolist()
+        taken = set(pages.tolist())
+        for extent in extents:
+            free = [page for page in self._all_of(extent) if page not in taken]
+            if free:
+                self._free[extent % len(self._load)][extent] = free
+            self._load[extent % len(self._load)] += (self._per_extent - len(free)) * self.page_bytes
+        self.used += len(pages)
+        self.held_extents += len(extents)
+        return set(extents)
 
     def _take_of(self, channel: int, count: int) -> list[int]:
         """At most `count` pages of one channel: fewer when the channel is full."""
@@ -210,14 +336,19 @@ class Pages:
                 extent = self._extents.take(channel)
                 if extent is None:
                     break
-                base = extent * EXTENT_BYTES
-                last = base + (self._per_extent - 1) * self._page_bytes
-                self._free[channel][extent] = list(range(last, base - 1, -self._page_bytes))
+                self._free[channel][extent] = self._all_of(extent)
+                self.held_extents += 1
             extent, free = next(iter(self._free[channel].items()))
             part = min(count - len(taken), len(free))
             taken += free[: -part - 1 : -1]
             del free[-part:]
             if not free:
                 del self._free[channel][extent]
-        self._load[channel] += len(taken) * self._page_bytes
+        self.used += len(taken)
+        self._load[channel] += len(taken) * self.page_bytes
         return taken
+
+    def _all_of(self, extent: int) -> list[int]:
+        """The pages of an extent, the first one last."""
+        base = extent * EXTENT_BYTES
+        return list(range(base + (self._per_extent - 1) * self.page_bytes, base - 1, -self.page_bytes))

@@ -16,8 +16,9 @@ from .allocator import Pages
 from .codec import codes_to_bytes, one
 from .coded import Coded
 from .directory import Directory
-from .errors import ArgumentError, OutOfMemoryError
+from .errors import AccessError, ArgumentError, OutOfMemoryError
 from .heads import HeadTables
+from .own_pages import OwnPages
 from .quantise.formats import CacheFormat
 from .rows import RowReader
 from .summaries import Summaries
@@ -28,8 +29,9 @@ from .tenant import Tenant
 class Appending:
     """Rows on their way to the ends of several page tables of one layer.
 
-    Making it takes the memory that is needed, or nothing. Then come `writes`, a fence, `commits`, and `done`
-    (or `undo`).
+    Making it takes the memory that is needed, or nothing, and reads what has to be copied of last pages that
+    others have, too. Then come `writes`, a fence, `renames` with another one if there are any, `commits`, and
+    `done` (or `undo`).
 
     Parameters
     ----------
@@ -44,6 +46,7 @@ class Appending:
     Raises
     ------
     OutOfMemoryError, ArgumentError : when there is no room, or a context would become too long.
+    AccessError : when a line that has to be copied is poisoned.
     """
 
     def __init__(
@@ -68,16 +71,24 @@ class Appending:
         self._before = list(tables)
         self._rows = rows
         self._taken: list[npt.NDArray[np.uint64]] = []
+        self._own = OwnPages(tenant, pages, layout)
+        self._renamed: set[int] = set()
+        """Tables whose last page is another one from now on, by their place in the list."""
         try:
             for table in tables:
                 self.tables.append(self._with_room(table))
-        except OutOfMemoryError:
+            self._own.read()
+        except (OutOfMemoryError, AccessError):
             self.undo()
             raise
 
-    def writes(self, coded: Coded) -> list[Write]:
-        """The operations that write rows of each table, and the entries of new pages."""
+    def writes(self, coded: Coded) -> list[Operation]:
+        """The operations that write rows of each table, and the entries of new pages.
+
+        Not those of tables whose last page is another one: `renames` has them.
+        """
         areas = self._bytes(coded)
+        copies = self._own.writes()
         addresses, data = [], []
         shared: list[tuple[Addresses, Lines, npt.NDArray[np.uint64]]] = []
         for index, (before, table) in enumerate(zip(self._before, self.tables, strict=True)):
@@ -97,19 +108,29 @@ class Appending:
                 entries = table.entry_lines(0, table.entries)
                 addresses.append(one(table.address))
                 data.append(table.header(begin + self._rows))
-            elif len(self._taken[index]):
+            elif self._taken[index].size and index not in self._renamed:
                 entries = table.entry_lines(table.pages, self._page_count(table))
             else:
                 continue
             addresses.append(entries[0])
             data.append(entries[1])
-        writes = []
+        writes: list[Operation] = []
         if addresses:
             writes.append(self._tenant.write(np.concatenate(addresses), np.concatenate(data)))
         if shared:
             where, lines, enables = (np.concatenate(parts) for parts in zip(*shared, strict=True))
             writes.append(replace(self._tenant.write(where, lines), enables=enables))
-        return writes
+        # a copy is written before rows that share a line with it
+        return [*copies, Fence(), *writes] if copies and shared else [*copies, *writes]
+
+    def renames(self) -> list[Operation]:
+        """The operations that name pages that took the place of others, with a fence behind them."""
+        writes: list[Operation] = [
+            self._tenant.write(*table.entry_lines(table.pages - 1, self._page_count(table)))
+            for index, table in enumerate(self.tables)
+            if index in self._renamed and table is self._before[index]
+        ]
+        return [*writes, Fence()] if writes else []
 
     def _bytes(self, coded: Coded) -> list[npt.NDArray[np.uint8] | None]:
         """The rows' bytes in each area, [batch, kv_heads, rows, pitch]."""
@@ -136,7 +157,9 @@ class Appending:
         moved = [
             table for before, table in zip(self._before, self.tables, strict=True) if table is not before
         ]
-        writes = [self._directory.put(table.sequence, table.layer, [table.address]) for table in moved]
+        writes = []
+        if moved:
+            writes.append(self._directory.move(moved))
         if stayed:
             addresses = np.array([table.address for table in stayed], np.uint64)
             headers = [table.header(table.committed + self._rows) for table in stayed]
@@ -151,10 +174,12 @@ class Appending:
             if self._rows:
                 table.extremes = table.next_extremes
             if table is not before:
-                self._tenant.arena.give(before.address, before.size_bytes)
+                self._tenant.retire(self._tenant.arena.give, before.address, before.size_bytes)
+        self._own.done()
 
     def undo(self) -> None:
         """Give back what was taken, when nothing was committed."""
+        self._own.undo()
         for before, table in zip(self._before, self.tables, strict=False):
             if table is not before:
                 self._tenant.arena.give(table.address, table.size_bytes)
@@ -171,7 +196,10 @@ class Appending:
         heads = table.heads
         taken = np.zeros((heads, wanted), np.uint64)
         self._taken.append(taken)
+        copied = bool(self._rows) and self._own.shared(table, table.committed)
         if not wanted:
+            if copied:
+                self._own_last_page(table, table)
             return table
         for head in range(heads):
             try:
@@ -179,17 +207,32 @@ class Appending:
             except OutOfMemoryError:
                 self._taken[-1] = taken[:head]
                 raise
+        before = table
         if table.pages + wanted > table.entries:
             entries = max(2 * table.entries, table.pages + wanted)
             table = table.grown(self._tenant.arena.take(table_bytes(heads, entries)), entries)
         table.put(table.pages, taken)
+        if copied:
+            try:
+                self._own_last_page(before, table)
+            except OutOfMemoryError:
+                if table is not before:
+                    self._tenant.arena.give(table.address, table.size_bytes)
+                before.drop(before.pages)
+                raise
         return table
+
+    def _own_last_page(self, before: PageTable, table: PageTable) -> None:
+        self._own.take(before, table, table.committed)
+        self._renamed.add(len(self.tables))
 
     def _next_channel(self, table: PageTable, head: int) -> int | None:
         """The channel after that of the head's last page, or None for its first page."""
         if not table.pages:
             return None
         last = int(table.page_addresses(table.pages - 1, table.pages)[head, 0])
+        if not last:  # it was released
+            return None
         return (self._tenant.config.slice_of(last) + 1) % self._tenant.config.slices
 
 
@@ -214,6 +257,8 @@ class RowWriter:
     def start(self, directory: Directory, tables: Many[PageTable], rows: int) -> Appending:
         """Take what so many rows in each table need; OutOfMemoryError or ArgumentError as `Appending` has
         them."""
+        if self._summaries is not None:
+            self._tenant.settle(tables)  # a job that selects pages reads their summaries
         return Appending(self._tenant, self._pages, self._layout, self._addresses, directory, tables, rows)
 
     def program(self, appending: Appending, coded: Coded, layer: int) -> list[Operation]:
@@ -225,12 +270,31 @@ class RowWriter:
             writes += self._heads.writes()
         if self._summaries is not None:
             writes += appending.summaries(self._summaries, coded, layer)
-        return [*writes, Fence(), *appending.commits()]
+        return [*writes, Fence(), *appending.renames(), *appending.commits()]
 
     def undo(self, appending: Appending, coded: Coded, layer: int) -> None:
         """Give back what was taken, and forget what was learnt, when nothing was committed."""
         appending.undo()
         self._heads.forget(coded.found, layer)
+
+    def own_last_pages(self, tables: Many[PageTable], rows: int) -> OwnPages:
+        """What is needed before `summarise_again`: summaries are not written where others see them.
+
+        Raises
+        ------
+        OutOfMemoryError, AccessError : as `OwnPages` has them; nothing is taken then.
+        """
+        own = OwnPages(self._tenant, self._pages, self._layout)
+        if self._summaries is not None:
+            try:
+                for table in tables:
+                    if own.shared(table, rows):
+                        own.take(table, table, rows)
+                own.read()
+            except (OutOfMemoryError, AccessError):
+                own.undo()
+                raise
+        return own
 
     def summarise_again(self, tables: Many[PageTable], rows: int, reader: RowReader) -> list[Operation]:
         """The operations that write summaries of last pages that were cut to so many rows of a context."""

@@ -33,7 +33,7 @@ from .arguments import (
 from .errors import ArgumentError, DtypeError
 from .jobs import Batch, Jobs, Sight
 from .quantise.formats import CacheFormat
-from .reference import Partial, State, score_factor
+from .reference import Partial, score_factor
 from .reference.alibi import alibi_bits
 from .reference.fixed import float32_bits
 from .reference.softcap import softcap_bits
@@ -102,6 +102,7 @@ class Call:
     q : [batch, q_heads, head_dim] or [batch, query_rows, q_heads, head_dim].
     lengths : rows of each sequence, those included that the same program appends.
     held : the cache and its layer.
+    released : the rows of each sequence that nobody sees, (begin, end), int64 [batch, 2].
     return_lse, partial, options : as `KVCache.attend` has them.
 
     Members
@@ -119,6 +120,7 @@ class Call:
         lengths: Bounds,
         held: Held,
         *,
+        released: Bounds,
         return_lse: bool = False,
         partial: bool = False,
         scale: float | None = None,
@@ -137,6 +139,7 @@ class Call:
         self._held = held
         self._q = queries_of(q, len(lengths), held.kv_heads, held.head_dim, held.dtype)
         self._lengths = lengths
+        self._released = released if (released[:, 0] < released[:, 1]).any() else None
         self._return_lse = return_lse
         self._partial = partial
         self._query_rows = q.shape[1] if q.dim() == 4 else 1
@@ -187,19 +190,21 @@ class Call:
 
     def on_device(self, jobs: Jobs, tables: npt.NDArray[np.uint64], before: Many[Operation] = ()) -> Answer:
         """Run the call, which is `on_units`, on the page tables at these addresses."""
+        return self.answer(jobs.run(self.batch(tables), before))
+
+    def batch(self, tables: npt.NDArray[np.uint64]) -> Batch:
+        """The call, which is `on_units`, on the page tables at these addresses, as jobs."""
         assert self._sight is not None
         held = self._held
         q = self._q.unsqueeze(1) if self._q.dim() == 3 else self._q
         if self._split:
             q, tables = q.flatten(0, 1).unsqueeze(1), tables.repeat(self._query_rows)
-        v_scale = None if self._partial else held.v_scale
-        scaled = v_scale is not None and Feature.OUTPUT_SCALE in held.features
+        v_scale, wide = self._scale_of_results()
         bits = [0] * held.kv_heads
-        if scaled and v_scale is not None:
+        if v_scale is not None and not wide:
             bits = [float32_bits(factor) for factor in v_scale.tolist()]
-        wide = v_scale is not None and not scaled
         dtype = torch.float32 if wide else self._out_dtype
-        batch = Batch(
+        return Batch(
             q=q,
             layer=held.layer,
             tables=tables,
@@ -211,8 +216,19 @@ class Call:
             form=OutputForm.PARTIAL if self._partial else FORMS[dtype],
             denominators=self._partial or self._return_lse,
             sight=self._sight,
+            parts=self._query_rows if self._split else 1,
         )
-        finished = jobs.run(batch, before)
+
+    def _scale_of_results(self) -> tuple[torch.Tensor | None, bool]:
+        """V's scale per head where results have it, and whether the host has to bring it in."""
+        v_scale = None if self._partial else self._held.v_scale
+        return v_scale, v_scale is not None and Feature.OUTPUT_SCALE not in self._held.features
+
+    def answer(self, finished: Finished) -> Answer:
+        """What the call returns, from what its jobs came to."""
+        held = self._held
+        v_scale, wide = self._scale_of_results()
+        dtype = torch.float32 if wide else self._out_dtype
         pages = self._pages_of(finished)
         if self._partial:
             partial = self._shaped_partial(partial_of(finished, held.value_dim))
@@ -304,6 +320,10 @@ class Call:
         features, lengths = self._held.features, self._lengths
         several = self._query_rows > 1 and self._tree is None
         visible = self._visible
+        if visible is not None and self._released is not None:
+            index = np.arange(visible.shape[2])
+            gone = (index >= self._released[:, :1]) & (index < self._released[:, 1:])
+            visible = visible & ~gone[:, None]
         if visible is not None and visible.shape[1] > 1:
             return self._split_sight()
         ranges: list[list[tuple[int, int]]] | None = None
@@ -313,6 +333,8 @@ class Call:
                 self._begin, self._end = found
             else:
                 ranges = [runs_of(row) for row in visible[:, 0]]
+        if self._released is not None and visible is None:
+            ranges = self._around_released()
         if self._tree is not None and (self._end != lengths).any():
             # the query rows' own rows are the last before the range's end
             if ranges is None:
@@ -366,6 +388,24 @@ class Call:
                 f"selects from at most {MAX_CANDIDATES}; use a cache with larger pages (page_rows=)"
             )
 
+    def _around_released(self) -> list[list[tuple[int, int]]] | None:
+        """The rows of the range that were not released: as the range where they are one run, else as runs."""
+        assert self._released is not None
+        first = self._lengths - self._query_rows
+        if self._window is not None and not self._kept and self._tree is None:
+            self._begin = np.minimum(np.maximum(self._begin, first - self._window + 1), self._end)
+        runs = []
+        for begin, end, gone, back in zip(
+            self._begin.tolist(), self._end.tolist(), *self._released.T.tolist(), strict=True
+        ):
+            parts = [(begin, end)] if gone == back else [(begin, min(end, gone)), (max(begin, back), end)]
+            runs.append([part for part in parts if part[0] < part[1]])
+        if max(map(len, runs)) > 1:
+            return runs
+        self._begin = np.array([own[0][0] if own else 0 for own in runs], np.int64)
+        self._end = np.array([own[0][1] if own else 0 for own in runs], np.int64)
+        return None
+
     def _split_sight(self) -> Sight | None:
         """Every query row as a job of its own, over the runs of rows that it sees."""
         tree = self._tree is not None and self._slopes is not None
@@ -394,6 +434,7 @@ class Call:
             rows=self._rows,
             visible=self._visible,
             tree=None if self._tree is None else (self._positions, self._tree),
+            released=self._released,
         )
 
     def _host_positions(self, wanted: list[SeenRows], rows: int) -> dict[str, torch.Tensor]:
@@ -431,15 +472,8 @@ class Call:
         return tensor.view(*self._q.shape[:2], *tensor.shape[1:]) if self._q.dim() == 4 else tensor
 
     def _shaped_partial(self, partial: Partial) -> Partial:
-        if self._q.dim() == 3:
-            return partial.to(self._q.device)
-        denominator, numerators = (
-            State(*(self._shaped(plane) for plane in (state.top, state.high, state.low)))
-            for state in (partial.denominator, partial.numerators)
-        )
-        return Partial(
-            denominator, numerators, self._shaped(partial.query_nan), self._shaped(partial.lane_flags)
-        )
+        partial = partial.to(self._q.device)
+        return partial if self._q.dim() == 3 else partial.reshaped(tuple(self._q.shape[:2]))
 
 
 def table_addresses(tables: Many[PageTable]) -> npt.NDArray[np.uint64]:

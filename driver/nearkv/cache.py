@@ -1,43 +1,39 @@
-"""KV caches: sequences of K and V rows per layer and head, in device memory, and attention over them."""
+"""KV caches: K and V rows of many sequences per layer and head, in device memory, and attention over them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from types import TracebackType
-from typing import Any, Literal, Self, Unpack, overload
+from contextlib import contextmanager
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import torch
-from nearkv_hw.abi import DeviceConfig
-from nearkv_hw.abi.memory import RowLayout
-from nearkv_sim.port import Fence, Operation
+from nearkv_hw.abi import Status
+from nearkv_hw.abi.config import EXTENT_BYTES
+from nearkv_sim.port import Addresses, Operation
 
-from .append import Appending, RowWriter
-from .arguments import whole_number
+from .append import Appending
 from .attention import Answer, Call, Held, Options, table_addresses
-from .codec import FORMATS, one
-from .coded import Coded, Coder
+from .cache_memory import SequenceMemory
+from .codec import FORMATS
+from .coded import Coded
 from .errors import (
     AccessError,
     ArgumentError,
-    ClosedError,
     DeviceError,
     DtypeError,
     OutOfMemoryError,
 )
-from .heads import GivenHeads, HeadTables
-from .jobs import Jobs
-from .quantise.formats import CacheFormat
 from .quantise.rows import Quantised
 from .reference import Partial
-from .rows import Context, RowReader, Rows
-from .sequences import Sequence, Sequences
-from .stats import AttentionTotals
+from .rows import Context, Rows
+from .sequences import Sequence
+from .streams import Event, Pending, Stream
 from .table import PageTable
-from .tenant import Tenant
 
 
-class KVCache:
+class KVCache(SequenceMemory):
     """Keys and values of many sequences; `Device.kv_cache` makes it.
 
     What it knows of them is a mirror: page tables, committed lengths and the directory lie on the device. A
@@ -62,171 +58,6 @@ class KVCache:
     tensor([[[1., 1., 1., 1.]]])
     >>> dev.close()
     """
-
-    def __init__(
-        self,
-        tenant: Tenant,
-        totals: AttentionTotals,
-        layout: RowLayout,
-        form: CacheFormat,
-        heads: GivenHeads,
-    ) -> None:
-        layers, kv_heads = heads.layers, heads.kv_heads
-        self.layers = layers
-        self.kv_heads = kv_heads
-        self.head_dim = layout.head_dim
-        self.value_dim = layout.value_dim
-        self.page_rows = layout.page_rows
-        self.format = form
-        self.dtype = _dtype_of(form)
-        self._tenant = tenant
-        self._layout = layout
-        self._totals = totals
-        self._heads = HeadTables(tenant, heads)
-        self._coder = Coder(form, kv_heads, layout.head_dim, layout.value_dim, self._heads)
-        self._jobs = Jobs(tenant, layout, self._heads, kv_heads, totals)
-        self._reader = RowReader(tenant, layout)
-        self._pages = tenant.pages(layout.page_bytes)
-        self._writer = RowWriter(tenant, self._pages, layout, form, self._heads)
-        self._sequences = Sequences(
-            tenant,
-            self._pages,
-            layout,
-            layers=layers,
-            kv_heads=kv_heads,
-            tables={"head_scales": self._heads.head_scales, "codebooks": self._heads.codebooks},
-        )
-        self._closed = False
-
-    # Life
-
-    @property
-    def device_config(self) -> DeviceConfig:
-        """What the device says that it is made of."""
-        return self._tenant.config
-
-    @property
-    def device_kind(self) -> str:
-        """How the device runs: "model", "rtl", "cocotb", ..."""
-        return self._tenant.device_kind
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes that a row of one KV head takes on the device: codes and scales, at their pitches."""
-        return self._layout.row_bytes
-
-    @property
-    def closed(self) -> bool:
-        """Whether the cache or its device was closed."""
-        return self._closed
-
-    def close(self) -> None:
-        """Free all sequences and the cache's own memory. A second call does nothing."""
-        if self._closed:
-            return
-        self._sequences.close()
-        self._heads.give()
-        self._closed = True
-
-    def abandon(self) -> None:
-        """The device ends, and its memory with it: close without writing anything."""
-        self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(list(self._sequences))} sequences"
-        return (
-            f"<KV cache of {self.layers} layers, {self.kv_heads} KV heads, {self.head_dim}/{self.value_dim} "
-            f"{self.format.name}, pages of {self.page_rows} rows, {state}>"
-        )
-
-    # Sequences
-
-    def sequence(self) -> Sequence:
-        """A new, empty sequence.
-
-        Raises
-        ------
-        OutOfMemoryError : when there is no room for its page tables.
-        """
-        return self._open_sequences().new()
-
-    def sequence_at(self, slot: int) -> Sequence:
-        """The sequence in a slot of the directory.
-
-        Raises
-        ------
-        UnknownHandleError : when there is none.
-        """
-        return self._open_sequences().at(slot)
-
-    def length(self, sequence: Sequence, layer: int = 0) -> int:
-        """Committed rows of a sequence in a layer."""
-        return self._open_sequences().table(sequence, layer).committed
-
-    def free(self, sequence: Sequence) -> None:
-        """End a sequence; its memory is used again."""
-        self._open_sequences().free(sequence)
-
-    def crop(self, sequence: Sequence, rows: int, layer: int | None = None) -> None:
-        """Keep the first `rows` rows, in one layer or in all; a layer with fewer rows stays as it is.
-
-        Raises
-        ------
-        ArgumentError : when `rows` is negative or more than any of the layers has.
-        """
-        known = self._open_sequences()
-        tables = known.tables(sequence) if layer is None else [known.table(sequence, layer)]
-        whole_number("rows", rows, 0, max(table.committed for table in tables))
-        kept = -(-rows // self.page_rows)
-        cut = [table for table in tables if table.committed > rows]
-        program: list[Operation] = [self._tenant.write(one(t.address), t.header(rows)) for t in cut]
-        program.append(Fence())
-        dropped = []
-        for table in cut:
-            pages, table.committed = table.pages, rows
-            if pages > kept:
-                dropped.append(table.page_addresses(kept, pages).reshape(-1))
-                table.drop(kept)
-                program.append(self._tenant.write(*table.entry_lines(kept, pages)))
-        if cut:
-            # the rows that are left of a last page have other extremes
-            self._tenant.run([*self._writer.summarise_again(cut, rows, self._reader), *program])
-        for page_addresses in dropped:
-            self._pages.give(page_addresses)
-
-    def reset(self) -> None:
-        """Forget all rows of all sequences; the sequences stay."""
-        for sequence in self._open_sequences():
-            self.crop(sequence, 0)
-
-    def fork(self, sequence: Sequence) -> Sequence:
-        """A new sequence with a copy of all rows, for beams and shared prompts.
-
-        Raises
-        ------
-        OutOfMemoryError, AccessError : when there is no room for the copy, or a line is poisoned; there is no
-            new sequence then.
-        """
-        tables = self._open_sequences().tables(sequence)
-        copy = self.sequence()
-        try:
-            for layer, table in enumerate(tables):
-                if table.committed:
-                    held = self._reader.read(table)
-                    own = self._sequences.table(copy, layer)
-                    self._append([own], [copy], layer, _as_coded(held))
-        except (OutOfMemoryError, AccessError):
-            self.free(copy)
-            raise
-        return copy
 
     # Rows
 
@@ -262,6 +93,52 @@ class KVCache:
         ShapeError, DtypeError, ArgumentError, UnknownHandleError, ClosedError, OutOfMemoryError : then
             nothing is appended.
         """
+        self._append_some(sequence, layer, k, v, k_scales, v_scales, self._tenant.run)
+
+    def append_async(
+        self,
+        sequence: Sequence | Many[Sequence],
+        *,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor | None = None,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
+        stream: Stream | None = None,
+    ) -> Event:
+        """`append` that does not wait for the link: rows travel with the next call that does.
+
+        Calls that come later have the rows, in any stream, and `length` counts them. A host that dies may
+        lose them until the event is waited for.
+
+        Parameters
+        ----------
+        sequence, layer, k, v, k_scales, v_scales : as `append` has them.
+        stream : a stream of the device; by default one that all of the tenant's caches share.
+
+        Returns
+        -------
+        The event after it in the stream.
+
+        Raises
+        ------
+        What `append` raises; then nothing is appended.
+        """
+        stream = stream or self._tenant.stream
+        stream.begin()
+        self._append_some(sequence, layer, k, v, k_scales, v_scales, self._tenant.enqueue)
+        return stream.record()
+
+    def _append_some(
+        self,
+        sequence: Sequence | Many[Sequence],
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        k_scales: torch.Tensor | None,
+        v_scales: torch.Tensor | None,
+        carry_out: Callable[[list[Operation]], object],
+    ) -> None:
         if isinstance(sequence, Sequence):
             tables = [self._open_sequences().table(sequence, layer)]
             sequences: Many[Sequence] = [sequence]
@@ -270,10 +147,13 @@ class KVCache:
             sequences = sequence
             tables = self._open_sequences().batch(sequences, layer, distinct=True)
             coded = self._coder.code(layer, k, v, k_scales, v_scales, len(tables))
-        self._append(tables, sequences, layer, coded)
+        appending = self._start(tables, sequences, coded.rows)
+        carry_out(self._writer.program(appending, coded, layer))
+        self._appended(appending, sequences, layer, coded)
 
     def read(self, sequence: Sequence, *, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows that the device holds: k [rows, kv_heads, head_dim] and v [rows, kv_heads, value_dim].
+        Rows that were released are left out.
 
         Of the cache's type for bf16 and fp16; of other formats the numbers as float32, rounded once where a
         scale per head makes them longer. `read_codes` has all of it.
@@ -292,13 +172,16 @@ class KVCache:
         return own, own[..., : self.value_dim] if v is None else numbers(v)
 
     def read_codes(self, sequence: Sequence, *, layer: int) -> tuple[Quantised, Quantised | None]:
-        """The rows that the device holds, as codes with their scales; V is None where it is part of K.
+        """The rows that the device holds, as codes with their scales; V is None where it is part of K. Rows
+        that were released are left out.
 
         Raises
         ------
         AccessError : when a line is poisoned.
         """
-        held = self._reader.read(self._open_sequences().table(sequence, layer))
+        table = self._open_sequences().table(sequence, layer)
+        with self._forgetting_poison([table]):
+            held = self._reader.read(table)
         heads = self._heads
         k = Quantised(
             self.format.k, held.k, held.k_scales, heads.scale("k", layer), 0, heads.codebook("k", layer)
@@ -432,11 +315,94 @@ class KVCache:
         DeviceError, AccessError, DeviceTimeoutError : when it answers with a fault, or not at all.
         """
         tables = self._open_sequences().batch(sequences, layer)
+        self._evictor.touch(sequences)
         lengths = [table.committed for table in tables]
         call = self._call(
-            layer, q, lengths, return_lse=return_lse, partial=partial, select_pages=select_pages, **options
+            layer,
+            q,
+            tables,
+            lengths,
+            return_lse=return_lse,
+            partial=partial,
+            select_pages=select_pages,
+            **options,
         )
         return self._answer(call, tables)
+
+    def attend_async(
+        self,
+        sequences: Many[Sequence],
+        *,
+        layer: int,
+        q: torch.Tensor,
+        return_lse: bool = False,
+        partial: bool = False,
+        select_pages: int | None = None,
+        stream: Stream | None = None,
+        **options: Unpack[Options],
+    ) -> Pending[Any]:
+        """`attend` that does not wait: the device works while the host goes on.
+
+        What becomes of the sequences afterwards, appends, crops and their end included, has no part in the
+        result. What the device leaves to the host is worked out at once.
+
+        Parameters
+        ----------
+        sequences, layer, q, return_lse, partial, select_pages, options : as `attend` has them.
+        stream : a stream of the device; by default one that all of the tenant's caches share.
+
+        Returns
+        -------
+        What `attend` returns, once its `result` is asked for, which raises what the device answered.
+
+        Raises
+        ------
+        What `attend` raises before the device is asked.
+
+        Examples
+        --------
+        >>> import nearkv, torch
+        >>> dev = nearkv.open("model")
+        >>> kv = dev.kv_cache(layers=1, kv_heads=1, head_dim=4, dtype="fp16")
+        >>> s = kv.sequence()
+        >>> row = torch.ones(1, 1, 4).half()
+        >>> _ = kv.append_async(s, layer=0, k=row, v=row)
+        >>> first = kv.attend_async([s], layer=0, q=row)
+        >>> _ = kv.append_async(s, layer=0, k=row, v=3 * row)
+        >>> second = kv.attend_async([s], layer=0, q=row)
+        >>> first.result().tolist(), second.result().tolist()
+        ([[[1.0, 1.0, 1.0, 1.0]]], [[[2.0, 2.0, 2.0, 2.0]]])
+        >>> dev.close()
+        """
+        tables = self._open_sequences().batch(sequences, layer)
+        self._evictor.touch(sequences)
+        call = self._call(
+            layer,
+            q,
+            tables,
+            [table.committed for table in tables],
+            return_lse=return_lse,
+            partial=partial,
+            select_pages=select_pages,
+            **options,
+        )
+        stream = stream or self._tenant.stream
+        stream.begin()
+        stream.make_room()
+        if not call.on_units:
+            answer = self._answer(call, tables)
+            return stream.add(Pending(lambda: answer, lambda: True))
+        posted = self._jobs.post(call.batch(table_addresses(tables)))
+        for table in tables:
+            table.jobs_end = posted.ticket.end
+        jobs = self._jobs
+        pages = [table.page_addresses(0, table.pages) for table in tables]
+
+        def finish() -> Answer:
+            with self._forgetting_poison(pages):
+                return call.answer(jobs.finish(posted))
+
+        return stream.add(Pending(lambda: call.answer(jobs.finish(posted)), lambda: jobs.is_complete(posted)))
 
     def append_attend(
         self,
@@ -473,11 +439,11 @@ class KVCache:
                 "use append and then attend"
             )
         coded = self._coder.code(layer, k, v, k_scales, v_scales, len(tables))
-        appending = self._writer.start(self._sequences.directory, tables, coded.rows)
+        appending = self._start(tables, sequences, coded.rows)
         try:
             appended = self._writer.program(appending, coded, layer)
             lengths = [table.committed + coded.rows for table in tables]
-            call = self._call(layer, q, lengths, select_pages=select_pages, **options)
+            call = self._call(layer, q, tables, lengths, select_pages=select_pages, **options)
             if not call.on_units and self._tenant.config.units:
                 raise ArgumentError(
                     "the host has to work this out (several query rows or gaps in visible, on this device): "
@@ -494,17 +460,13 @@ class KVCache:
         assert not isinstance(answer, Partial)
         return answer
 
-    # Below: checks, and the parts of the above
-
-    def _open_sequences(self) -> Sequences:
-        if self._closed:
-            raise ClosedError("the KV cache is closed; make another one with kv_cache()")
-        return self._sequences
+    # Below: parts of the above
 
     def _call(
         self,
         layer: int,
         q: torch.Tensor,
+        tables: list[PageTable],
         lengths: list[int],
         *,
         return_lse: bool = False,
@@ -538,6 +500,7 @@ class KVCache:
             q,
             np.array(lengths, np.int64),
             held,
+            released=np.array([table.released for table in tables], np.int64),
             return_lse=return_lse,
             partial=partial,
             select_pages=select_pages,
@@ -547,7 +510,8 @@ class KVCache:
     def _answer(self, call: Call, tables: list[PageTable], before: Many[Operation] = ()) -> Answer:
         """The device's answer, after `before`, or the host's where the device has none."""
         if call.on_units:
-            return call.on_device(self._jobs, table_addresses(tables), before)
+            with self._forgetting_poison(tables):
+                return call.on_device(self._jobs, table_addresses(tables), before)
 
         def fetch(wanted: list[Rows]) -> list[Context]:
             fetched = self._reader.fetch(list(zip(tables, wanted, strict=True)), before)
@@ -556,27 +520,30 @@ class KVCache:
             )
             return fetched.contexts
 
-        return call.on_host(fetch)
+        with self._forgetting_poison(tables):
+            return call.on_host(fetch)
 
-    def _append(self, tables: list[PageTable], sequences: Many[Sequence], layer: int, coded: Coded) -> None:
-        appending = self._writer.start(self._sequences.directory, tables, coded.rows)
-        self._tenant.run(self._writer.program(appending, coded, layer))
-        self._appended(appending, sequences, layer, coded)
+    @contextmanager
+    def _forgetting_poison(self, pages: Many[PageTable] | Many[Addresses]) -> Iterator[None]:
+        """A prefix with a page whose content is lost is found no more."""
+        try:
+            yield
+        except DeviceError as error:
+            if error.status is Status.POISON and error.sequence is not None:
+                own = pages[error.sequence]
+                known = own.page_addresses(0, own.pages) if isinstance(own, PageTable) else own
+                self._prefixes.forget_pages(set(known[:, error.detail : error.detail + 1].ravel().tolist()))
+            raise
+        except AccessError as error:
+            if error.poison:
+                within = error.address % EXTENT_BYTES % self._layout.page_bytes
+                named = [p.addresses() if isinstance(p, PageTable) else p.ravel() for p in pages]
+                self._prefixes.forget_pages(
+                    {error.address - within}.intersection(np.concatenate(named).tolist())
+                )
+            raise
 
     def _appended(self, appending: Appending, sequences: Many[Sequence], layer: int, coded: Coded) -> None:
         appending.done()
         self._totals.saturated += coded.saturated
         self._sequences.replace(sequences, layer, appending.tables)
-
-
-def _dtype_of(form: CacheFormat) -> torch.dtype | None:
-    """The torch type of both K and V, if there is one."""
-    rows = {form.k.form, (form.v or form.k).form}
-    return next((dtype for dtype, kind in FORMATS.items() if rows == {kind}), None)
-
-
-def _as_coded(held: Context) -> Coded:
-    """Rows that were read, for a copy of them."""
-    k, k_scales, v, v_scales = (None if x is None else x.unsqueeze(0) for x in held.areas)
-    assert k is not None
-    return Coded((k, v), (k_scales, v_scales), {})

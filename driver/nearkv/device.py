@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ from .cache import KVCache
 from .errors import ArgumentError, ClosedError, UnknownHandleError, VersionError
 from .formats import Blocks, Dtype, Pair, chosen_format, needs_of
 from .heads import GivenHeads
+from .memory_use import MemoryUse
 from .stats import AttentionTotals, Stats, read_stats
+from .streams import Stream
 from .tenant import Tenant
 
 TraceSummary = dict[str, Any]
@@ -92,6 +95,7 @@ class Device:
         self._tenants: dict[int, Tenant] = {}
         self._caches: list[KVCache] = []
         self._totals = AttentionTotals()
+        self._streams: WeakSet[Stream] = WeakSet()
         self._closed = False
 
     def kv_cache(
@@ -174,10 +178,93 @@ class Device:
         self._caches.append(cache)
         return cache
 
+    def attach(self, tenant: int = 0) -> list[KVCache]:
+        """The caches that an earlier session of a tenant left on the device, the newest first.
+
+        Each sequence (`KVCache.sequences`) is there in its slot, with the rows that were committed. What that
+        session had begun and not finished never was, and memory that nothing names is free. It must have
+        ended: nobody else may use the tenant's memory from here on.
+
+        Raises
+        ------
+        UnknownHandleError : for a tenant that the device has not.
+        VersionError : when records are of another version.
+        ProtocolError : for what no driver leaves behind.
+        AccessError : when a line is poisoned.
+
+        Examples
+        --------
+        >>> import nearkv
+        >>> dev = nearkv.open("model")
+        >>> dev.attach()
+        []
+        >>> dev.close()
+        """
+        self._check_open()
+        of = self._tenant(tenant)
+        found = of.earlier()
+        of.adopt(found)
+        caches = [KVCache(of, self._totals, one.layout, one.form, one.heads, found=one) for one in found]
+        self._caches += caches
+        return caches
+
     def stats(self) -> Stats:
         """What the device and its channels counted since reset, and what attention took; see `Stats`."""
         self._check_open()
+        self._flush()
         return read_stats(self._port, self.config, self._totals)
+
+    def recover(self, tenant: int = 0) -> list[KVCache]:
+        """Start a tenant's session anew, after its ring hung, the link was lost or the device was reset.
+
+        Its caches here are closed, with nothing written; what was committed on the device comes back, as
+        `attach` has it. Other tenants' caches are as they were.
+
+        Raises
+        ------
+        DeviceTimeoutError, LinkError : when the device still does not answer.
+        What `attach` raises.
+        """
+        self._check_open()
+        before = self._tenants.pop(tenant, None)
+        if before is not None:
+            before.stream.abandon()
+            for cache in self._caches:
+                if cache.belongs_to(before):
+                    cache.abandon()
+            if before.was_reset:
+                self._tenants[tenant] = Tenant(self._port, self.config, tenant, self.features, fresh=True)
+        return self.attach(tenant)
+
+    def wrap_port(self, wrap: Callable[[Port], Port]) -> None:
+        """Have everything pass through another port from now on; for faults and for measuring."""
+        self._check_open()
+        self._port = wrapped = wrap(self._port)
+        for tenant in self._tenants.values():
+            tenant.wrap_port(lambda port: wrapped)
+
+    def stream(self, depth: int = 8) -> Stream:
+        """A stream for `KVCache.attend_async` and `append_async`.
+
+        Parameters
+        ----------
+        depth : calls under way at most; another one waits for the oldest.
+        """
+        self._check_open()
+        stream = Stream(depth, self._flush)
+        self._streams.add(stream)
+        return stream
+
+    def synchronize(self) -> None:
+        """Wait for all calls that are under way, in any stream, and until appended rows are committed."""
+        self._check_open()
+        for stream in self._all_streams():
+            stream.synchronize()
+
+    def memory(self, tenant: int = 0) -> MemoryUse:
+        """What a tenant's memory holds, as this driver has placed it."""
+        self._check_open()
+        return self._tenant(tenant).memory()
 
     def start_wave(self, path: Path) -> None:
         """Record an FST of everything from here on; RuntimeError where there are no traces."""
@@ -252,6 +339,8 @@ class Device:
             return
         self._closed = True
         try:
+            for stream in self._all_streams():
+                stream.abandon()
             for cache in self._caches:
                 cache.abandon()
         finally:
@@ -270,6 +359,14 @@ class Device:
             "closed" if self._closed else f"{self.config.channels} channels, {self.config.queries} queries"
         )
         return f"<{self.kind} device {self.config.name}, {state}>"
+
+    def _all_streams(self) -> list[Stream]:
+        return [*self._streams, *(tenant.stream for tenant in self._tenants.values())]
+
+    def _flush(self) -> None:
+        """Send the writes that wait."""
+        for tenant in self._tenants.values():
+            tenant.flush()
 
     def _check_open(self) -> None:
         if self._closed:

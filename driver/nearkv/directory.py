@@ -6,9 +6,10 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 from nearkv_hw.abi.lines import LINE_BYTES, lines_of
-from nearkv_sim.port import Write
+from nearkv_sim.port import Addresses, Write
 
 from .codec import span
+from .table import PageTable
 from .tenant import Tenant
 
 _ADDRESS_BYTES = 8
@@ -23,19 +24,26 @@ class Directory:
     tenant : in whose memory it lies.
     sequences : slots.
     layers : tables of a slot.
+    at : where it lies already, and what it holds there; by default it is made.
 
     Raises
     ------
     OutOfMemoryError : when there is no room for it.
     """
 
-    def __init__(self, tenant: Tenant, sequences: int, layers: int) -> None:
+    def __init__(
+        self, tenant: Tenant, sequences: int, layers: int, at: tuple[int, Addresses] | None = None
+    ) -> None:
         self.sequences = sequences
         self.layers = layers
         self._tenant = tenant
         self._lines = lines_of(sequences * layers * _ADDRESS_BYTES)
         self._tables = np.zeros(self._lines * _PER_LINE, np.uint64)
-        self.address = tenant.arena.take(self._lines * LINE_BYTES)
+        if at is not None:
+            self.address, held = at
+            self._tables[: len(held)] = held
+        else:
+            self.address = tenant.arena.take(self._lines * LINE_BYTES)
 
     def put(self, slot: int, layer: int, addresses: Many[int]) -> Write:
         """Set the tables of a slot from `layer` on; returns the operation that does so on the device."""
@@ -43,6 +51,14 @@ class Directory:
         end = begin + len(addresses)
         self._tables[begin:end] = addresses
         return self._write(begin // _PER_LINE, -(-end // _PER_LINE))
+
+    def move(self, tables: Many[PageTable]) -> Write:
+        """Set where these tables lie now; returns the operation that does so, a line at once."""
+        where = [table.sequence * self.layers + table.layer for table in tables]
+        self._tables[where] = [table.address for table in tables]
+        lines = np.unique(np.array(where) // _PER_LINE)
+        data = self._tables.reshape(-1, _PER_LINE)[lines].view(np.uint8)
+        return self._tenant.write((self.address + lines * LINE_BYTES).astype(np.uint64), data)
 
     def write_all(self) -> Write:
         """The operation that writes the whole directory."""

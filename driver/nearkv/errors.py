@@ -25,8 +25,16 @@ class UnknownHandleError(NearkvError, LookupError):
     """A layer, sequence or tenant that does not exist here."""
 
 
+class StalePrefixError(UnknownHandleError):
+    """A prefix that was dropped or reclaimed; its pages may hold something else by now."""
+
+
 class ClosedError(NearkvError, ValueError):
     """A device, cache or sequence that was closed or freed."""
+
+
+class EvictedError(ClosedError):
+    """A sequence with a priority that went because memory ran short."""
 
 
 class OutOfMemoryError(NearkvError, MemoryError):
@@ -39,6 +47,17 @@ class VersionError(NearkvError, RuntimeError):
 
 class DeviceTimeoutError(NearkvError, TimeoutError):
     """The device did not answer; it takes no more work."""
+
+
+class LinkError(NearkvError, ConnectionError):
+    """The link to the device is gone, or was: what was under way may have arrived in part.
+
+    `Device.recover` takes over what was committed, tenant by tenant, once the link is back.
+    """
+
+
+class DeviceResetError(NearkvError, RuntimeError):
+    """The device was reset: everything that any tenant had on it is lost. `Device.recover` starts anew."""
 
 
 class ProtocolError(NearkvError, RuntimeError):
@@ -68,10 +87,14 @@ class DeviceError(NearkvError, RuntimeError):
     status : why.
     tag : the descriptor's tag: its number in the tenant's ring since reset.
     detail : the page at fault, or the extent that is taken.
+    sequence : the first sequence of the batch whose job failed, by its place; None for what is no job.
     """
 
-    def __init__(self, message: str, *, status: Status, tag: int, detail: int) -> None:
+    def __init__(
+        self, message: str, *, status: Status, tag: int, detail: int, sequence: int | None = None
+    ) -> None:
         super().__init__(message)
+        self.sequence = sequence
         self.status = status
         self.tag = tag
         self.detail = detail

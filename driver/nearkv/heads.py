@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from nearkv_hw.abi.formats import LUT_ENTRIES
 from nearkv_hw.abi.lines import LINE_BYTES, lines_of
+from nearkv_hw.abi.memory import HEAD_SCALE
 from nearkv_sim.port import Write
 
 from .codec import span
@@ -17,7 +18,8 @@ from .errors import ArgumentError, DtypeError, OutOfMemoryError, ShapeError
 from .quantise.formats import CacheFormat
 from .tenant import Tenant
 
-_SCALES_BYTES = 8
+SCALES_BYTES = HEAD_SCALE.width // 8
+"""Of a head's scales."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class GivenHeads:
     scales, books : of "k" and "v" where the format has them, float32 [layers, kv_heads] and float16
         [layers, kv_heads, 16]; zeros where they are still to be found.
     known : by name ("k_scale", "v_lut", ...) whether it was given.
+    found : by name whether it is known in each layer, of a cache that was there before; else None.
     """
 
     layers: int
@@ -37,6 +40,7 @@ class GivenHeads:
     scales: dict[str, torch.Tensor]
     books: dict[str, torch.Tensor]
     known: dict[str, bool]
+    found: dict[str, list[bool]] | None = None
 
     @classmethod
     def checked(
@@ -79,6 +83,7 @@ class HeadTables:
     ----------
     tenant : in whose memory the tables lie.
     given : what is known from the beginning.
+    at : where the tables lie already, scales and codebooks; by default they are made.
 
     Members
     -------
@@ -89,17 +94,20 @@ class HeadTables:
     OutOfMemoryError : when there is no room.
     """
 
-    def __init__(self, tenant: Tenant, given: GivenHeads) -> None:
+    def __init__(self, tenant: Tenant, given: GivenHeads, at: tuple[int, int] | None = None) -> None:
         self._tenant = tenant
         self._layers = given.layers
         self._kv_heads = given.kv_heads
         self._scales = {part: tensor.clone() for part, tensor in given.scales.items()}
         self._books = {part: tensor.clone() for part, tensor in given.books.items()}
-        self._known = {name: [known] * given.layers for name, known in given.known.items()}
+        self._known = given.found or {name: [known] * given.layers for name, known in given.known.items()}
         scales, books = bool(self._scales), bool(self._books)
         heads = given.layers * given.kv_heads
-        self._scale_lines = lines_of(heads * _SCALES_BYTES) if scales else 0
+        self._scale_lines = lines_of(heads * SCALES_BYTES) if scales else 0
         self._book_lines = heads if books else 0
+        if at is not None:
+            self.head_scales, self.codebooks = at
+            return
         self.head_scales = tenant.arena.take(self._scale_lines * LINE_BYTES) if scales else 0
         try:
             self.codebooks = tenant.arena.take(self._book_lines * LINE_BYTES) if books else 0

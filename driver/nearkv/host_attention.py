@@ -40,8 +40,10 @@ def seen(
     rows: Range | None,
     visible: npt.NDArray[np.bool_] | None,
     tree: Tree | None = None,
+    released: Bounds | None = None,
 ) -> npt.NDArray[np.bool_]:
-    """The rows that each query row sees, bool [batch, query_rows, rows]; the last query row is the last."""
+    """The rows that each query row sees, bool [batch, query_rows, rows]; the last query row is the last.
+    `released` [batch, 2] are rows that nobody sees."""
     index = np.arange(int(lengths.max(initial=0)))
     first = (lengths - query_rows)[:, None]
     query = first + np.arange(query_rows) if tree is None else tree[0]
@@ -63,6 +65,8 @@ def seen(
         mask &= ((index >= begin[:, None]) & (index < end[:, None]))[:, None]
     if visible is not None:
         mask &= visible
+    if released is not None:
+        mask &= ~((index >= released[:, :1]) & (index < released[:, 1:]))[:, None]
     return mask
 
 

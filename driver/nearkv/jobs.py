@@ -33,18 +33,18 @@ from nearkv_hw.abi.descriptor import (
 from nearkv_hw.abi.lines import LINE_SHIFT, lines_of
 from nearkv_hw.abi.memory import ResultLayout, RowLayout
 from nearkv_sim.columns import column
-from nearkv_sim.port import Addresses, Lines, Operation, Read, Write
+from nearkv_sim.port import Addresses, Lines, Operation, Read, ReadResult, Write
 
 from .arguments import Bounds
 from .codec import FORMATS, record_line, rows_to_lines, span
 from .errors import DeviceError
 from .heads import HeadTables
 from .results import Finished
-from .ring import Completions
+from .ring import Completions, Ticket
 from .stats import AttentionTotals
 from .tenant import Tenant
 
-_PLANS_KEPT = 16
+_PLANS_KEPT = 64
 _TEMPLATES_KEPT = 64
 
 
@@ -99,6 +99,7 @@ class Batch:
     form : what the device writes.
     denominators : whether the denominators are wanted too.
     sight : who sees what.
+    parts : of each sequence that follow each other in the batch, each with a query row of its own.
     """
 
     q: torch.Tensor
@@ -112,6 +113,7 @@ class Batch:
     form: OutputForm
     denominators: bool
     sight: Sight
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,41 @@ class _Plan:
     moves: int
 
 
+@dataclass(frozen=True)
+class _Posting:
+    """A batch as it is posted.
+
+    Members
+    -------
+    plan : where its queries and results lie.
+    template : one sequence's descriptors.
+    descriptors, extensions : the lines of their slots, [n, 64].
+    program : what comes before them.
+    reads : what brings the results.
+    selected : device addresses of the lines that tell which pages were selected.
+    rows : that all jobs of a KV head have.
+    """
+
+    plan: _Plan
+    template: Lines
+    descriptors: Lines
+    extensions: Lines | None
+    program: list[Operation]
+    reads: list[Operation]
+    selected: Addresses
+    rows: int
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A batch that is under way: what was posted, and the lane of its areas."""
+
+    batch: Batch
+    posting: _Posting
+    ticket: Ticket
+    lane: int
+
+
 class Jobs:
     """Makes and runs the jobs of a cache.
 
@@ -156,7 +193,7 @@ class Jobs:
         self._heads = heads
         self._kv_heads = kv_heads
         self._totals = totals
-        self._plans: dict[tuple[int, int, int, OutputForm, bool], _Plan] = {}
+        self._plans: dict[tuple[int, int, int, OutputForm, bool, int], _Plan] = {}
         self._templates: dict[tuple[Any, ...], tuple[Lines, Lines | None]] = {}
         self._storage = _storage_fields(layout)
 
@@ -167,9 +204,52 @@ class Jobs:
         ------
         DeviceError : when a job ends with a status other than OK.
         """
+        posting = self._tenant.with_memory(lambda: self._posting(batch, before, 0))
+        completions, reads = self._tenant.ring.run(
+            posting.descriptors,
+            extensions=posting.extensions,
+            before=posting.program,
+            after=posting.reads,
+            streamed_lines=posting.rows * posting.plan.row_lines,
+        )
+        return self._finished(batch, posting, completions, reads)
+
+    def post(self, batch: Batch, before: Many[Operation] = ()) -> Posted:
+        """Post a batch, and do not wait for it.
+
+        Raises
+        ------
+        What `CommandRing.post` raises.
+        """
+        lane = self._tenant.take_lane()
+        try:
+            posting = self._tenant.with_memory(lambda: self._posting(batch, before, lane))
+            ticket = self._tenant.ring.post(
+                posting.descriptors,
+                extensions=posting.extensions,
+                before=posting.program,
+                streamed_lines=posting.rows * posting.plan.row_lines,
+            )
+        except BaseException:
+            self._tenant.give_lane(lane)
+            raise
+        return Posted(batch, posting, ticket, lane)
+
+    def finish(self, posted: Posted) -> Finished:
+        """Wait for a batch that was posted, once; errors as `run` has them."""
+        completions, reads = self._tenant.ring.wait(posted.ticket, posted.posting.reads)
+        self._tenant.give_lane(posted.lane)
+        return self._finished(posted.batch, posted.posting, completions, reads)
+
+    def is_complete(self, posted: Posted) -> bool:
+        """Whether the device has done a batch, without waiting for it."""
+        return self._tenant.ring.is_complete(posted.ticket)
+
+    def _posting(self, batch: Batch, before: Many[Operation], lane: int) -> _Posting:
+        """A batch as descriptors, with areas of its lane."""
         tenant, layout = self._tenant, self._layout
         count, query_rows, q_heads = batch.q.shape[:3]
-        plan = self._plan(count, query_rows, q_heads, batch.form, batch.denominators)
+        plan = self._plan(count, query_rows, q_heads, batch.form, batch.denominators, lane)
         query_lines = rows_to_lines(batch.q, layout.query_lines).reshape(-1, LINE_BYTES)
         program = [*before, Write(plan.query_places, query_lines)]
         template, second = self._template(batch)
@@ -180,33 +260,41 @@ class Jobs:
         column(ATTEND, "row_begin", jobs)[:] = batch.begin[:, None]
         column(ATTEND, "row_end", jobs)[:] = batch.end[:, None]
         if batch.sinks is not None:
-            sinks = self._by_job("sinks", batch.sinks.numpy(), query_rows, program)
+            sinks = self._by_job(_of_lane("sinks", lane), batch.sinks.numpy(), query_rows, program)
             column(ATTEND, "sinks", jobs)[:] = sinks
         extensions = None
         selected = np.empty(0, np.uint64)
         if second is not None:
             extensions = np.repeat(second[None], count, axis=0)
-            selected = self._extend(batch, extensions, program)
-
-        rows = int((batch.end - batch.begin).sum())
-        completions, reads = tenant.ring.run(
-            jobs.reshape(-1, LINE_BYTES),
+            selected = self._extend(batch, extensions, program, lane)
+        return _Posting(
+            plan=plan,
+            template=template,
+            descriptors=jobs.reshape(-1, LINE_BYTES),
             extensions=None if extensions is None else extensions.reshape(-1, LINE_BYTES),
-            before=program,
-            after=[Read(plan.result_places), *([Read(tenant.hosts(selected))] if len(selected) else [])],
-            streamed_lines=rows * plan.row_lines,
+            program=program,
+            reads=[Read(plan.result_places), *([Read(tenant.hosts(selected))] if len(selected) else [])],
+            selected=selected,
+            rows=int((batch.end - batch.begin).sum()),
         )
+
+    def _finished(
+        self, batch: Batch, posting: _Posting, completions: Completions, reads: list[ReadResult]
+    ) -> Finished:
+        """What a batch came to; DeviceError when a job failed."""
+        tenant, layout, selected = self._tenant, self._layout, posting.selected
+        count, query_rows, q_heads = batch.q.shape[:3]
         self._totals.add(completions)
-        self._raise_failed(completions, template)
-        self._totals.add_products(rows * query_rows * q_heads, layout.head_dim, layout.value_dim)
+        self._raise_failed(completions, posting.template, batch.parts)
+        self._totals.add_products(posting.rows * query_rows * q_heads, layout.head_dim, layout.value_dim)
         chosen = None
         if len(selected):
             words = tenant.checked(reads[-1], selected).reshape(count, self._kv_heads, -1).view("<u4")
             chosen = [[head[1 : 1 + head[0]].tolist() for head in one] for one in words]
-        lines = tenant.checked(reads[-2 if len(selected) else -1], plan.wanted)
+        lines = tenant.checked(reads[-2 if len(selected) else -1], posting.plan.wanted)
         return Finished(lines.reshape(count * query_rows, q_heads, -1, LINE_BYTES), completions, chosen)
 
-    def _extend(self, batch: Batch, extensions: Lines, program: list[Operation]) -> Addresses:
+    def _extend(self, batch: Batch, extensions: Lines, program: list[Operation], lane: int) -> Addresses:
         """Fill in what differs from job to job, with the lists in memory; the lines of selected pages."""
         sight, (count, query_rows) = batch.sight, batch.q.shape[:2]
         steps = np.array([first for first, _ in self._row_parts(query_rows)], np.int64)
@@ -216,13 +304,19 @@ class Jobs:
             _put("first_position", extensions, first)
         if sight.ranges is not None:
             _put("range_count", extensions, np.array([[len(own)] for own in sight.ranges]))
-            _put("ranges", extensions, self._lists("ranges", [_words(own) for own in sight.ranges], program))
+            _put(
+                "ranges",
+                extensions,
+                self._lists(_of_lane("ranges", lane), [_words(own) for own in sight.ranges], program),
+            )
         if sight.tree is not None:
             trees = [_tree(positions, mask) for positions, mask in zip(*sight.tree, strict=True)]
-            _put("tree", extensions, self._lists("trees", trees, program))
+            _put("tree", extensions, self._lists(_of_lane("trees", lane), trees, program))
         if sight.slopes is not None:
             _put(
-                "slopes", extensions, self._by_job("slopes", sight.slopes, query_rows, program) >> LINE_SHIFT
+                "slopes",
+                extensions,
+                self._by_job(_of_lane("slopes", lane), sight.slopes, query_rows, program) >> LINE_SHIFT,
             )
         if self._heads.codebooks:
             books = [self._heads.codebook_line(batch.layer, head) for head in range(self._kv_heads)]
@@ -233,7 +327,7 @@ class Jobs:
         pages = int(batch.end.max(initial=0)) // self._layout.page_rows + 1
         lines = lines_of((1 + min(sight.select_pages, pages)) * WORD_BYTES)
         jobs = count * extensions.shape[1]
-        base = self._tenant.staging("selected", jobs * lines * LINE_BYTES)
+        base = self._tenant.staging(_of_lane("selected", lane), jobs * lines * LINE_BYTES)
         first = (base >> LINE_SHIFT) + np.arange(jobs) * lines
         _put("selected", extensions, first.reshape(count, -1))
         return span(base, jobs * lines)
@@ -265,9 +359,11 @@ class Jobs:
         of_part: npt.NDArray[np.int64] = base + np.arange(len(lines)) * lines.shape[1]
         return of_part.repeat(len(self._row_parts(query_rows)))[None]
 
-    def _plan(self, count: int, query_rows: int, q_heads: int, form: OutputForm, denominators: bool) -> _Plan:
+    def _plan(
+        self, count: int, query_rows: int, q_heads: int, form: OutputForm, denominators: bool, lane: int
+    ) -> _Plan:
         """Where a call's queries and results lie: kept, because calls of one shape follow each other."""
-        key = (count, query_rows, q_heads, form, denominators)
+        key = (count, query_rows, q_heads, form, denominators, lane)
         plan = self._plans.get(key)
         if plan is None or plan.moves != self._tenant.moves:
             while len(self._plans) >= _PLANS_KEPT:
@@ -276,7 +372,7 @@ class Jobs:
         return plan
 
     def _new_plan(
-        self, count: int, query_rows: int, q_heads: int, form: OutputForm, denominators: bool
+        self, count: int, query_rows: int, q_heads: int, form: OutputForm, denominators: bool, lane: int
     ) -> _Plan:
         tenant, layout = self._tenant, self._layout
         group = q_heads // self._kv_heads
@@ -287,7 +383,7 @@ class Jobs:
         shape = (count, self._kv_heads, len(parts), len(row_parts))
         heads, rows = min(group, MAX_GROUP), min(query_rows, MAX_QUERY_ROWS)
         queries, results = (
-            tenant.scattered(name, math.prod(shape), heads * rows * size).reshape(shape)
+            tenant.scattered(name, math.prod(shape), heads * rows * size, lane).reshape(shape)
             for name, size in (("queries", query_bytes), ("results", result_bytes))
         )
         wanted = _lines_of(results, parts, query_rows, result_layout.lines)
@@ -387,12 +483,15 @@ class Jobs:
             padded[:, index, :part] = by_head[:, index * MAX_GROUP : index * MAX_GROUP + part]
         return padded.view(np.uint8).reshape(self._kv_heads * len(parts), -1)
 
-    def _raise_failed(self, completions: Completions, template: Lines) -> None:
+    def _raise_failed(self, completions: Completions, template: Lines, parts: int) -> None:
         failed = completions.failed
         if not failed.size:
             return
+        if np.isin(completions.status[failed], _OF_STRANGERS).any():
+            self._tenant.raise_if_reset()
         first = int(failed[0])
-        sequence, job = divmod(first, len(template))
+        part, job = divmod(first, len(template))
+        sequence = part // parts
         status, detail = Status(int(completions.status[first])), int(completions.detail[first])
         where = (
             f"sequence {sequence} of the batch, KV head {ATTEND.unpack(template[job].tobytes())['kv_head']}"
@@ -403,15 +502,23 @@ class Jobs:
             status=status,
             tag=int(completions.tag[first]),
             detail=detail,
+            sequence=sequence,
         )
 
 
+_OF_STRANGERS = (Status.DENIED, Status.PAGE_DENIED, Status.RESULT_DENIED, Status.BAD_TABLE)
+"""What jobs end with where a tenant owns nothing of what it has."""
 _DETAILS = {
     Status.BAD_PAGE: "page",
     Status.PAGE_DENIED: "page",
     Status.POISON: "in the table, the queries or page",
 }
 """What a record's detail is, by status."""
+
+
+def _of_lane(name: str, lane: int) -> str:
+    """The name of a lane's area."""
+    return f"{name} {lane}" if lane else name
 
 
 def _lines_of(

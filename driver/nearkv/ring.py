@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +28,11 @@ from nearkv_hw.abi.window import (
     window_base,
 )
 from nearkv_sim.columns import column
-from nearkv_sim.port import DeviceTimeout, Fence, Operation, Poll, Port, Read, ReadResult, Write
+from nearkv_sim.port import DeviceTimeout, Fence, Operation, Poll, Read, ReadResult, Write
 
 from .codec import one
 from .errors import ClosedError, DeviceTimeoutError, ProtocolError
+from .queued_port import Programs
 
 _PHASE_BYTE = COMPLETION.offset("phase") // 8
 _INDEX_MASK = (1 << DOORBELL["tail"].width) - 1
@@ -76,9 +78,12 @@ class CommandRing:
     Members
     -------
     posted : descriptors posted since reset, this and earlier sessions.
+    completed : of these, those that this session knows to be complete; they complete in their order.
+    on_complete : called when there are more of those.
+    on_hang : called when the device does nothing any more; may raise what says why.
     """
 
-    def __init__(self, port: Port, config: DeviceConfig, aperture: int) -> None:
+    def __init__(self, port: Programs, config: DeviceConfig, aperture: int) -> None:
         self._port = port
         self._config = config
         self._aperture = aperture
@@ -89,9 +94,32 @@ class CommandRing:
         self._counters = one(register_address(config, aperture, DEVICE_COUNTERS_LINE))
         slices = range(CHANNEL_COUNTERS_LINE, CHANNEL_COUNTERS_LINE + config.slices)
         self._channels = np.array([register_address(config, aperture, line) for line in slices], np.uint64)
-        (result,) = port.run([Read(one(register_address(config, aperture, RING_LINE)))])
+        self._state = one(register_address(config, aperture, RING_LINE))
+        (result,) = port.run([Read(self._state)])
         self.posted = RING.unpack(result.data[0].tobytes())["tail"]
+        self.completed = self.posted
+        self.on_complete: Callable[[], None] = lambda: None
+        self.on_hang: Callable[[], None] = lambda: None
+        self._outstanding: list[Ticket] = []
+        self._last_done = 0
         self._unfinished = False
+
+    def settle(self) -> None:
+        """Wait until all that was posted is complete, whoever posted it.
+
+        Raises
+        ------
+        DeviceTimeoutError : when the device neither answers nor works on anything.
+        """
+        if not self.posted:
+            return
+        try:
+            self._wait_on([self._poll(self.posted - 1, _TIMEOUT_CYCLES)])
+        except DeviceTimeout as error:
+            raise DeviceTimeoutError(
+                f"what an earlier session of tenant {self._aperture} posted is not complete, and the device "
+                f"does nothing any more ({error}); close the device and open it again"
+            ) from error
 
     def run(
         self,
@@ -123,83 +151,199 @@ class CommandRing:
         ClosedError : when an earlier batch hung or was interrupted: nobody knows what of it is still to come.
         ProtocolError : when completion records are not those of the descriptors.
         """
-        if self._unfinished:
-            raise ClosedError(f"tenant {self._aperture}: an earlier batch never ended; open the device again")
-        count, slots = len(descriptors), self._config.ring_slots
-        indices = np.arange(self.posted, self.posted + count, dtype=np.uint64)
-        column(ATTEND, "tag", descriptors)[:] = indices & np.uint64(_INDEX_MASK)
-        timeout = _TIMEOUT_CYCLES + _TIMEOUT_CYCLES_PER_LINE * streamed_lines
-        chunks = []
-        self._unfinished = True
-        try:
-            for begin in range(0, count, slots):
-                end = min(begin + slots, count)
-                chunk, results = self._run_chunk(
-                    indices[begin:end],
-                    descriptors[begin:end],
-                    None if extensions is None else extensions[begin:end],
-                    before=before if begin == 0 else (),
-                    after=after if end == count else (),
-                    timeout=timeout,
-                )
-                chunks.append(chunk)
-        except DeviceTimeout as error:
-            raise DeviceTimeoutError(
-                f"{count} descriptors of tenant {self._aperture} are not complete, and the device does "
-                f"nothing any more ({error}); close the device and open it again"
-            ) from error
-        completions = self._completions_of(chunks, indices)
-        self.posted += count
-        self._unfinished = False
-        return completions, results
+        ticket, post = self._prepare(descriptors, extensions, before, streamed_lines)
+        return self._complete(ticket, post, after)
 
-    def _run_chunk(
+    def post(
         self,
-        indices: npt.NDArray[np.uint64],
+        descriptors: npt.NDArray[np.uint8],
+        *,
+        extensions: npt.NDArray[np.uint8] | None = None,
+        before: Sequence[Operation] = (),
+        streamed_lines: int = 0,
+    ) -> Ticket:
+        """Post descriptors as `run` has them, and wait for those alone that the ring has no room for.
+
+        Raises
+        ------
+        What `run` raises.
+        """
+        ticket, post = self._prepare(descriptors, extensions, before, streamed_lines)
+        with self._unless_hung(ticket):
+            ticket.rung = _cycles_of(self._port.run(post)[-1])
+        self._outstanding.append(ticket)
+        return ticket
+
+    def wait(self, ticket: Ticket, after: Sequence[Operation] = ()) -> tuple[Completions, list[ReadResult]]:
+        """Wait for what was posted; the completions, and the results of `Read` operations in `after`.
+
+        Raises
+        ------
+        What `run` raises.
+        """
+        if ticket.completions is None:
+            return self._complete(ticket, [], after)
+        self._check_usable()
+        return ticket.completions, self._port.run(after) if after else []
+
+    def is_complete(self, ticket: Ticket) -> bool:
+        """Whether what was posted is complete, without waiting for it."""
+        if ticket.completions is None and ticket.end > self.completed:
+            (result,) = self._port.run([Read(self._state)])
+            state = RING.unpack(result.data[0].tobytes())["completed"]
+            self.completed += (state - self.completed) & _INDEX_MASK
+            self.on_complete()
+        return ticket.end <= self.completed
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether anything was posted that nobody has seen completed."""
+        return self.completed < self.posted
+
+    def wait_through(self, end: int) -> None:
+        """Wait for all descriptors before number `end`.
+
+        Raises
+        ------
+        What `run` raises.
+        """
+        while self._outstanding and self._outstanding[0].end <= end:
+            self._complete(self._outstanding[0], [], ())
+        if self._outstanding and self._outstanding[0].first < end:
+            self._complete(self._outstanding[0], [], ())
+
+    def _prepare(
+        self,
         descriptors: npt.NDArray[np.uint8],
         extensions: npt.NDArray[np.uint8] | None,
-        *,
         before: Sequence[Operation],
-        after: Sequence[Operation],
-        timeout: int,
-    ) -> tuple[_Chunk, list[ReadResult]]:
-        """Post what the ring holds and wait for it: its cycles and records, and the results of `after`."""
-        slot = indices % np.uint64(self._config.ring_slots)
-        last = int(indices[-1])
-        post = [
+        streamed_lines: int,
+    ) -> tuple[Ticket, list[Operation]]:
+        """The operations that post what the ring has room for; what comes before is complete then."""
+        self._check_usable()
+        count, slots = len(descriptors), self._config.ring_slots
+        timeout = _TIMEOUT_CYCLES + _TIMEOUT_CYCLES_PER_LINE * streamed_lines
+        column(ATTEND, "tag", descriptors)[:] = np.arange(
+            self.posted, self.posted + count, dtype=np.uint64
+        ) & np.uint64(_INDEX_MASK)
+        parts: list[Completions] = []
+        for begin in range(0, count, slots):
+            end = min(begin + slots, count)
+            self._make_room(end - begin)
+            ticket = Ticket(self.posted, self.posted + end - begin, timeout, parts)
+            post = self._posting(
+                ticket,
+                descriptors[begin:end],
+                None if extensions is None else extensions[begin:end],
+                before if begin == 0 else (),
+            )
+            if end < count:
+                parts = [self._complete(ticket, post, ())[0]]  # with those before it
+        return ticket, post
+
+    def _make_room(self, count: int) -> None:
+        """Read the records of tickets whose slots are needed."""
+        while (
+            self._outstanding and self.posted + count - self._outstanding[0].first > self._config.ring_slots
+        ):
+            self._complete(self._outstanding[0], [], ())
+
+    def _posting(
+        self,
+        ticket: Ticket,
+        descriptors: npt.NDArray[np.uint8],
+        extensions: npt.NDArray[np.uint8] | None,
+        before: Sequence[Operation],
+    ) -> list[Operation]:
+        slot = self._slots_of(ticket)
+        self.posted = ticket.end
+        return [
             *before,
             Write(self._descriptors + slot * np.uint64(DESCRIPTOR_BYTES), descriptors),
             *([] if extensions is None else [self._second_lines(slot, extensions)]),
             Fence(),
             Read(self._counters),
-            Write(self._doorbell, self._doorbell_line(last + 1)),
+            Write(self._doorbell, self._doorbell_line(ticket.end)),
         ]
+
+    def _complete(
+        self, ticket: Ticket, post: Sequence[Operation], after: Sequence[Operation]
+    ) -> tuple[Completions, list[ReadResult]]:
+        """Post if need be, and wait: completions, and the results of `after`."""
         wait = [
-            Poll(
-                completion_address(self._config, self._aperture, last),
-                mask=1 << COMPLETION.offset("phase"),
-                value=completion_phase(self._config, last) << COMPLETION.offset("phase"),
-                timeout_cycles=timeout,
-            ),
+            self._poll(ticket.end - 1, ticket.timeout),
             Read(self._counters),
-            Read(self._completions + slot * np.uint64(COMPLETION_BYTES)),
+            Read(self._completions + self._slots_of(ticket) * np.uint64(COMPLETION_BYTES)),
             *after,
         ]
-        try:
-            results = self._port.run([*post, *wait])
-            results = results[sum(isinstance(operation, Read) for operation in before) :]
-            rung = _cycles_of(results.pop(0))
-        except DeviceTimeout:
-            rung = _cycles_of(self._read_counters()[0]) - timeout
-            results = self._wait_on(wait)
+        with self._unless_hung(ticket):
+            try:
+                results = self._port.run([*post, *wait])
+                if post:
+                    results = results[sum(isinstance(operation, Read) for operation in post) - 1 :]
+                    ticket.rung = _cycles_of(results.pop(0))
+            except DeviceTimeout:
+                if post:
+                    ticket.rung = _cycles_of(self._read_counters()[0]) - ticket.timeout
+                results = self._wait_on(wait)
         done, records, *others = results
-        return _Chunk(_cycles_of(done) - rung, records.data), others
+        self._note(ticket, _cycles_of(done), records.data, posted_before=not post)
+        assert ticket.completions is not None
+        return ticket.completions, others
+
+    def _note(
+        self, ticket: Ticket, done: int, records: npt.NDArray[np.uint8], *, posted_before: bool
+    ) -> None:
+        """Keep what a ticket came to."""
+        own = self._completions_of(ticket, records)
+        cycles = done - max(ticket.rung, self._last_done)
+        if posted_before:  # nobody looked when the last one was complete
+            cycles = min(cycles, int(own.job_cycles.sum(dtype=np.int64)))
+        self._last_done = done
+        ticket.completions = _joined([*ticket.parts, replace(own, cycles=cycles)])
+        self.completed = max(self.completed, ticket.end)
+        self._outstanding = [one for one in self._outstanding if one is not ticket]
+        self.on_complete()
+
+    @contextmanager
+    def _unless_hung(self, ticket: Ticket) -> Iterator[None]:
+        """The ring takes no more work after a program that did not end."""
+        self._unfinished = True
+        try:
+            yield
+        except DeviceTimeout as error:
+            self.on_hang()
+            raise DeviceTimeoutError(
+                f"{ticket.end - ticket.first} descriptors of tenant {self._aperture} are not complete, and "
+                f"the device does nothing any more ({error}); close the device and open it again"
+            ) from error
+        self._unfinished = False
+
+    def _check_usable(self) -> None:
+        if self._unfinished:
+            raise ClosedError(
+                f"tenant {self._aperture}: an earlier batch never ended; take over what is committed with "
+                "recover(), or open the device again"
+            )
+
+    def _slots_of(self, ticket: Ticket) -> npt.NDArray[np.uint64]:
+        """The slots of a ticket's descriptors."""
+        return np.arange(ticket.first, ticket.end, dtype=np.uint64) % np.uint64(self._config.ring_slots)
+
+    def _poll(self, index: int, timeout: int) -> Poll:
+        """Wait for the completion record of a descriptor."""
+        return Poll(
+            completion_address(self._config, self._aperture, index),
+            mask=1 << COMPLETION.offset("phase"),
+            value=completion_phase(self._config, index) << COMPLETION.offset("phase"),
+            timeout_cycles=timeout,
+        )
 
     def _second_lines(self, slot: npt.NDArray[np.uint64], extensions: npt.NDArray[np.uint8]) -> Write:
         places = self._descriptors + slot * np.uint64(DESCRIPTOR_BYTES) + np.uint64(LINE_BYTES)
         return Write(places, extensions)
 
-    def _wait_on(self, wait: list[Operation]) -> list[ReadResult]:
+    def _wait_on(self, wait: Sequence[Operation]) -> list[ReadResult]:
         """Wait for a batch that is late, as long as the device makes progress on anybody's work."""
         seen = self._progress()
         while True:
@@ -225,12 +369,13 @@ class CommandRing:
         column(DOORBELL, "tail", line)[:] = tail & _INDEX_MASK
         return line
 
-    def _completions_of(self, chunks: list[_Chunk], indices: npt.NDArray[np.uint64]) -> Completions:
-        records = np.concatenate([chunk.records for chunk in chunks])
+    def _completions_of(self, ticket: Ticket, records: npt.NDArray[np.uint8]) -> Completions:
+        indices = np.arange(ticket.first, ticket.end, dtype=np.uint64)
         tags = column(COMPLETION, "tag", records)
         lap = indices // np.uint64(self._config.ring_slots) % np.uint64(2)
         stale = (records[:, _PHASE_BYTE] & 1) != 1 - lap
         if stale.any() or (tags != indices & np.uint64(_INDEX_MASK)).any():
+            self._unfinished = True
             raise ProtocolError(
                 f"tenant {self._aperture}: records {np.flatnonzero(stale).tolist()} of completions are old, "
                 f"or the tags {tags.tolist()} are not those of descriptors {indices[0]} to {indices[-1]}"
@@ -242,16 +387,41 @@ class CommandRing:
             job_cycles=column(COMPLETION, "cycles", records),
             lines=column(COMPLETION, "lines", records),
             passes=column(COMPLETION, "passes", records),
-            cycles=sum(chunk.cycles for chunk in chunks),
+            cycles=0,
         )
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """What a batch, or the part of it that fills the ring once, came to."""
+@dataclass
+class Ticket:
+    """Descriptors that were posted together.
 
-    cycles: int
-    records: npt.NDArray[np.uint8]
+    Members
+    -------
+    first, end : their numbers since reset.
+    timeout : cycles that they are given.
+    parts : what came before them in the same batch and is complete.
+    rung : the device's cycle when they were posted.
+    completions : what all of the batch came to, once somebody waited for it.
+    """
+
+    first: int
+    end: int
+    timeout: int
+    parts: list[Completions]
+    rung: int = 0
+    completions: Completions | None = None
+
+
+def _joined(parts: list[Completions]) -> Completions:
+    """Completions of one batch."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = {
+        field.name: np.concatenate([getattr(part, field.name) for part in parts])
+        for field in fields(Completions)
+        if field.name != "cycles"
+    }
+    return Completions(**arrays, cycles=sum(part.cycles for part in parts))
 
 
 def _cycles_of(counters: ReadResult) -> int:

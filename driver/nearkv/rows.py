@@ -44,6 +44,19 @@ class Context:
         """K codes, K scales, V codes and V scales, as pages have them."""
         return self.k, self.k_scales, self.v, self.v_scales
 
+    def spread(self, held: npt.NDArray[np.bool_]) -> Context:
+        """These rows where `held` says so, with rows of zeros between them."""
+
+        def wide(codes: torch.Tensor) -> torch.Tensor:
+            found = codes.new_zeros(len(held), *codes.shape[1:])
+            found[torch.from_numpy(held)] = codes
+            return found
+
+        k, *others = (None if area is None else wide(area) for area in self.areas)
+        assert k is not None
+        k_scales, v, v_scales = others
+        return Context(k, v, k_scales, v_scales)
+
 
 @dataclass(frozen=True)
 class Fetched:
@@ -77,23 +90,25 @@ class RowReader:
         self._counters = one(register_address(tenant.config, tenant.aperture, DEVICE_COUNTERS_LINE))
 
     def read(self, table: PageTable, rows: Rows | None = None) -> Context:
-        """Rows of a table, all if not given.
+        """Rows of a table, all that were not released if not given.
 
         Raises
         ------
         AccessError : when a line is poisoned.
         """
-        places = self._places([(table, np.arange(table.committed) if rows is None else rows)])
+        places = self._places([(table, table.held_rows if rows is None else rows)])
         return self._contexts(places, self._tenant.read(places.addresses))[0]
 
     def fetch(self, wanted: Many[tuple[PageTable, Rows]], before: Many[Operation] = ()) -> Fetched:
-        """Some rows of several tables, after `before`, and what that took.
+        """Some rows of several tables, after `before`, and what that took. Of pages that were released come
+        zeros.
 
         Raises
         ------
         AccessError : when a line is poisoned.
         """
-        places = self._places(wanted)
+        held = [(table, rows[self._held(table, rows)]) for table, rows in wanted]
+        places = self._places(held)
         *_, began, read, ended = self._tenant.run(
             [
                 *before,
@@ -106,7 +121,20 @@ class RowReader:
         )
         lines = self._tenant.checked(read, places.addresses)
         began_at, ended_at = (int(column(DEVICE_COUNTERS, "cycles", r.data)[0]) for r in (began, ended))
-        return Fetched(self._contexts(places, lines), len(lines), ended_at - began_at)
+        contexts = [
+            context if len(own) == len(rows) else context.spread(self._held(table, rows))
+            for context, (_, own), (table, rows) in zip(
+                self._contexts(places, lines), held, wanted, strict=True
+            )
+        ]
+        return Fetched(contexts, len(lines), ended_at - began_at)
+
+    def _held(self, table: PageTable, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of the rows lie in pages that were not released."""
+        begin, end = table.released
+        if begin == end:
+            return np.ones(len(rows), np.bool_)
+        return np.isin(rows // self._layout.page_rows, table.held_pages)
 
     def _places(self, wanted: Many[tuple[PageTable, Rows]]) -> _Places:
         areas = [self._addresses.of(table, rows) for table, rows in wanted]

@@ -42,8 +42,10 @@ class PageTable:
     address, entries, heads, layer, sequence : see above.
     pages : pages that each head has.
     committed : rows that are completely written.
+    released : (begin, end) of the rows that were released: nobody sees them, pages between the two are gone.
     extremes : least and largest K of the last page where it is not full, in caches that keep summaries.
     next_extremes : the same once rows under way are committed.
+    jobs_end : number in the tenant's ring of the first descriptor after the last one that reads the table.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class PageTable:
         self.entries = table_entry_lines(entries) * ENTRIES_PER_LINE
         self.pages = 0
         self.committed = 0
+        self.released = 0, 0
+        self.jobs_end = 0
         self.extremes: torch.Tensor | None = None
         self.next_extremes: torch.Tensor | None = None
         self.heads = heads
@@ -76,11 +80,60 @@ class PageTable:
         """Bytes that the table takes."""
         return table_bytes(self.heads, self.entries)
 
-    def header(self, committed: int) -> Lines:
-        """The header line [1, 64] that commits so many rows."""
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of this mirror's arrays."""
+        return self._entries.nbytes + self._header.nbytes
+
+    @classmethod
+    def read(cls, address: int, header: dict[str, int], entries: npt.NDArray[np.uint64]) -> PageTable:
+        """The mirror of a table on the device, from its header's fields and entries [heads, n] of pages."""
+        of = {name: header[name] for name in ("heads", "layer", "sequence", "cache")}
+        table = cls(address, header["entries"], **of)
+        table._entries[:, : entries.shape[1]] = entries
+        table.pages = entries.shape[1]
+        table.committed = header["committed_rows"]
+        table.released = header["released_begin"], header["released_end"]
+        return table
+
+    def header(self, committed: int, released: tuple[int, int] | None = None) -> Lines:
+        """The header line [1, 64] that commits so many rows, and with `released` releases some."""
         line = self._header.copy()
-        column(TABLE, "committed_rows", line)[:] = committed
+        begin, end = self.released if released is None else released
+        for name, value in (
+            ("committed_rows", committed),
+            ("released_begin", begin),
+            ("released_end", end),
+        ):
+            column(TABLE, name, line)[:] = value
         return line
+
+    @property
+    def held_pages(self) -> npt.NDArray[np.intp]:
+        """The pages that were not released, by their number, rising; those of rows under way, too."""
+        return np.flatnonzero(self._entries[0])
+
+    @property
+    def rows(self) -> int:
+        """How many rows were not released."""
+        begin, end = self.released
+        return self.committed - (end - begin)
+
+    @property
+    def held_rows(self) -> npt.NDArray[np.int64]:
+        """The rows that were not released, rising."""
+        begin, end = self.released
+        return np.concatenate([np.arange(begin), np.arange(end, self.committed)])
+
+    def addresses(self) -> Addresses:
+        """The addresses of all pages that it has, of all heads."""
+        return self.addresses_of(0, self.pages)
+
+    def addresses_of(self, begin: int, end: int) -> Addresses:
+        """The addresses of pages `begin` to `end` of all heads, those that it has."""
+        held = self._entries[:, begin:end]
+        found: Addresses = (held[held != 0] >> _ENTRY_SHIFT) << _LINE_SHIFT
+        return found
 
     def page_addresses(self, begin: int, end: int) -> Addresses:
         """The addresses of pages `begin` to `end`, [heads, end - begin]."""
@@ -97,13 +150,34 @@ class PageTable:
         self._entries[:, page:] = 0
         self.pages = min(self.pages, page)
 
-    def grown(self, address: int, entries: int) -> PageTable:
-        """A table with the same content, elsewhere and with more room."""
+    def cut(self, rows: int, page_rows: int) -> Addresses:
+        """Keep the first `rows` rows, if there are more; returns the addresses of the pages that go."""
+        if rows >= self.committed:
+            return np.empty(0, np.uint64)
+        kept = -(-rows // page_rows)
+        gone = self.addresses_of(kept, self.pages)
+        self.drop(kept)
+        self.committed, self.released = rows, self.released_of(rows)
+        return gone
+
+    def released_of(self, rows: int) -> tuple[int, int]:
+        """The rows that are released once there are so many rows."""
+        return (0, 0) if rows <= self.released[0] else self.released
+
+    def forget(self, begin: int, end: int) -> None:
+        """Forget pages `begin` to `end`, which lie among others."""
+        self._entries[:, begin:end] = 0
+
+    def grown(self, address: int, entries: int, sequence: int | None = None) -> PageTable:
+        """A table with the same content, elsewhere and with room for so many entries; of another sequence,
+        where that is given."""
+        owner = self.sequence if sequence is None else sequence
         table = PageTable(
-            address, entries, heads=self.heads, layer=self.layer, sequence=self.sequence, cache=self._cache
+            address, entries, heads=self.heads, layer=self.layer, sequence=owner, cache=self._cache
         )
-        table._entries[:, : self.entries] = self._entries
+        table._entries[:, : self.pages] = self._entries[:, : self.pages]
         table.pages, table.committed, table.extremes = self.pages, self.committed, self.extremes
+        table.released = self.released
         return table
 
     def entry_lines(self, begin: int, end: int) -> tuple[Addresses, Lines]:
@@ -140,7 +214,10 @@ class Places:
         return self.pitch < LINE_BYTES
 
     def to_lines(self, data: npt.NDArray[np.uint8]) -> tuple[Lines, npt.NDArray[np.uint64] | None]:
-        """Rows [heads, rows, pitch] as lines [heads, lines, 64]; the bytes to write of each, None for all."""
+        """Rows [heads, rows, pitch] as lines [heads, lines, 64]; the bytes to write of each, None for all.
+
+        A line that holds a row before these is written in part; one that begins with these, as a whole.
+        """
         heads, lines = self.addresses.shape
         if not self.shared:
             return data.reshape(heads, lines, LINE_BYTES), None
@@ -149,6 +226,8 @@ class Places:
         found[:, self.line, self.slot] = data
         enabled = np.zeros((lines, parts, self.pitch), np.bool_)
         enabled[self.line, self.slot] = True
+        # rows that begin a line have all of it: what was there before, lost or not, is gone
+        enabled[self.line[self.slot == 0]] = True
         bits = np.packbits(enabled.reshape(lines, LINE_BYTES), axis=1, bitorder="little").view("<u8")
         return found.reshape(heads, lines, LINE_BYTES), np.broadcast_to(bits[:, 0], (heads, lines))
 

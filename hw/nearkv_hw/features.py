@@ -14,4 +14,5 @@ FEATURES = (
     | Feature.QUERY_ROWS
     | Feature.TREE
     | Feature.RANGES
+    | Feature.OUTPUT_SCALE
 )

@@ -229,6 +229,7 @@ class ResultJob(data.Struct):
     queries: 5
     value_dim: 10
     form: OutputForm
+    output_scale: 32  # float32 bits of what multiplies finished lanes, zero for none
     line: LINE_ADDRESS_BITS  # device line of the pass's first result
     fault: 1  # nothing is written, as of a pass of bounds
 

@@ -39,6 +39,7 @@ from .memory.fabric import Fabric
 from .results.finish import Finish
 from .results.merge import Merge
 from .results.results import Results
+from .results.scaling import ScaleLane
 from .results.writer import Writer
 
 LANES = 8
@@ -92,6 +93,7 @@ BLOCKS = (
     Block("results", lambda: Results(units=2, finish_lanes=FINISH_LANES), FINISH_LANES),
     Block("merge", lambda: Merge(units=2, finish_lanes=FINISH_LANES), FINISH_LANES),
     Block("finish", lambda: Finish(finish_lanes=FINISH_LANES), FINISH_LANES),
+    Block("scale-lane", ScaleLane, 1),
     Block("reciprocal", Reciprocal),
     Block("rounding", Round, 1),
     Block("writer", lambda: Writer(finish_lanes=FINISH_LANES), FINISH_LANES),

@@ -55,7 +55,7 @@ def device_library(
         top=_HOST_TOP,
         sources={
             "messages.h": cpp_header(_endpoint_ports(design)),
-            "control.vlt": '`verilator_config\nlint_off -file "*.v"\n',
+            "control.vlt": f'`verilator_config\nlint_off -file "*.v"\nno_inline -module "{_SHARED}"\n',
             "design.v": design.text,
             "host_top.v": _host_top(design),
         },
@@ -86,6 +86,8 @@ def progress() -> Iterator[Report]:
 
 
 _HOST_TOP = "host_top"
+_SHARED = "*.unit0"
+"""The module of all attention units: as it is not inlined, most of its code is there once for all of them."""
 _SPEED = ("--x-assign", "fast", "--x-initial", "fast", "--no-assert")
 
 

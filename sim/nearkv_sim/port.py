@@ -84,6 +84,10 @@ class DeviceTimeout(Exception):
     """A `Poll` saw no matching line in time: the device hangs, or was given no work."""
 
 
+class LinkDown(Exception):
+    """The link to the device is gone: nobody knows how much of a program arrived."""
+
+
 class Port(Protocol):
     """A device as a host sees it.
 
@@ -97,7 +101,8 @@ class Port(Protocol):
     kind: str
 
     def run(self, program: Program) -> list[ReadResult]:
-        """Carry out a program; DeviceTimeout when a poll ends in vain, ValueError for a misaligned line."""
+        """Carry out a program; DeviceTimeout when a poll ends in vain, LinkDown when the device can no
+        longer be reached, ValueError for a misaligned line."""
 
     @property
     def link_bytes(self) -> int:

@@ -375,10 +375,12 @@ def test_attending_without_room_for_results_changes_nothing():
 def test_other_things_without_room():
     with nearkv.open("model", **TINY) as device:
         kv, sequence = full_cache(device)
-        sequences = len(list(kv._sequences))
-        with pytest.raises(OutOfMemoryError):
-            kv.fork(sequence)
-        assert len(list(kv._sequences)) == sequences
+        length = kv.length(sequence)
+        copy = kv.fork(sequence, length - 1)
+        pages = kv._pages.used
+        with pytest.raises(OutOfMemoryError, match="no room for 1 pages"):
+            kv.append(copy, layer=0, **dict(zip("kv", context(1, 1, 256, 256, seed=1), strict=True)))
+        assert (kv.length(copy), kv._pages.used) == (length - 1, pages)
         with pytest.raises(OutOfMemoryError):
             device.kv_cache(layers=20_000, kv_heads=1, head_dim=8)
         with pytest.raises(OutOfMemoryError, match="other tenants own all 2 extents"):
@@ -473,7 +475,7 @@ def test_a_device_that_hangs_takes_no_more_work(failure, error):
     with pytest.raises(error, match="no answer"):
         kv.attend(handles, layer=0, q=q)
     port.change = lambda program, results: results
-    with pytest.raises(ClosedError, match="an earlier batch never ended; open the device again"):
+    with pytest.raises(ClosedError, match="an earlier batch never ended; take over what is committed"):
         kv.attend(handles, layer=0, q=q)
 
 
@@ -545,7 +547,7 @@ def test_the_configuration_is_what_the_device_says():
     assert config.to_dict()["dram"] == "ddr5_4800"
 
 
-def test_a_fork_that_cannot_be_read_leaves_no_sequence():
+def test_a_shared_page_that_cannot_be_read_takes_no_rows():
     poisoned = False
 
     def poison(program, results):
@@ -556,10 +558,16 @@ def test_a_fork_that_cannot_be_read_leaves_no_sequence():
     device = Device(TamperingPort(poison))
     kv = device.kv_cache(layers=1, kv_heads=1, head_dim=8, dtype="fp16", page_rows=4)
     (handle,) = filled(kv, [context(3, 1, 8, 8, seed=1)])
+    copy = kv.fork(handle)
+    k, v = context(1, 1, 8, 8, seed=2)
     poisoned = True
     with pytest.raises(AccessError, match="is poisoned"):
-        kv.fork(handle)
-    assert list(kv._sequences) == [handle]
+        kv.append(copy, layer=0, k=k, v=v)
+    assert (kv.length(copy), kv._pages.used, kv._pages.shared) == (3, 1, 1)
+    poisoned = False
+    kv.append(copy, layer=0, k=k, v=v)
+    assert same_bits(kv.read(copy, layer=0)[0][3:], k)
+    assert kv.length(handle) == 3
 
 
 def test_rows_of_a_failed_call_are_there():

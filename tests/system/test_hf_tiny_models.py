@@ -7,6 +7,8 @@ import nearkv
 import pytest
 import torch
 from nearkv import hf
+from nearkv.errors import ArgumentError
+from nearkv.hf.tiered import TieredRows, tiers_of
 from nearkv_hw.abi import Feature
 
 transformers = pytest.importorskip("transformers")
@@ -97,6 +99,38 @@ def test_device_and_reference_choose_the_same_tokens(family, how):
         assert rows.device_calls > 0
     by_reference = generate(model, hf.ReferenceRows("fp16"), ids, mask, **OPTIONS[how])
     assert on_device.tolist() == by_reference.tolist()
+
+
+TIERS = ["torch=2,host=5,device", "host=3,device=6,file", "device"]
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_three_tiers_choose_the_tokens_of_one(family, tiers, how):
+    """Prompts, steps and beams over rows that move, each call held against the reference."""
+    model = make_model(family)
+    ids, mask = batch()
+    with nearkv.open("model") as device:
+        rows = TieredRows(tiers, device, hf.row_shape(model.config), "fp16")
+        in_tiers = generate(model, rows, ids, mask, **OPTIONS[how])
+        assert all(tier.rows for tier in rows.cache.stats())
+        rows.cache.close()
+    by_reference = generate(model, hf.ReferenceRows("fp16"), ids, mask, **OPTIONS[how])
+    assert in_tiers.tolist() == by_reference.tolist()
+    assert rows.tally.calls == rows.tally.equal == rows.calls > 0
+
+
+@pytest.mark.parametrize("spec", ["", "torch", "disk=3,host", "host=3", "host,device", "host=2,host"])
+def test_tiers_that_are_none(spec):
+    with nearkv.open("model") as device:
+        if spec == "torch":
+            assert len(tiers_of(spec, device)[0]) == 1
+            return
+        with pytest.raises(ArgumentError, match="must be like torch=16,host=64,device"):
+            tiers_of(spec, device)
+    with pytest.raises(ArgumentError, match="there is no device to have a tier on"):
+        tiers_of("host=1,device", None)
 
 
 def test_prompt_lookup_crops_rows():

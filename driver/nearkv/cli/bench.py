@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -58,6 +59,24 @@ def model(
     with steps_bar(len(lengths)) as steps:
         results = list(bench.measure(lengths, repeats=repeats, progress=steps))
     print_results("model", results, as_json)
+
+
+@app.command()
+def driver(
+    device: Annotated[str, typer.Option(help="Which device: rtl, model, with a preset.")] = "model:card",
+    repeats: Annotated[int, typer.Option(help="Calls that a figure is the median of.", min=1)] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what the driver costs on the host (driver.*), apart from what the device takes.
+
+    driver.attend_overhead_us is the driver's own time of a call for a batch of 8; driver.appends_per_s counts
+    rows of all 8 KV heads, the device's time included; driver.pages_per_s are pages taken and given back.
+    driver.host_bytes_per_row is of one KV head.
+    """
+    from nearkv.bench import driver as bench
+
+    results = [asdict(figure) for figure in bench.measure(device, repeats=repeats)]
+    print_results(f"driver on {device}", results, as_json)
 
 
 @app.command()

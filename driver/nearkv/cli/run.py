@@ -53,6 +53,13 @@ def run(
         str | None,
         typer.Option(help="Format of the rows, a preset of nearkv.quantise: fp8, int8, q8_0, nvfp4, ..."),
     ] = None,
+    tiers: Annotated[
+        str | None,
+        typer.Option(
+            help="Where rows live: torch=16,host=64,device keeps each sequence's newest 16 rows in a "
+            "tensor (on a GPU if there is one), the next 64 in host memory, others on the device; or file."
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option(help="Hold every attention call against the reference, bit by bit.")
     ] = True,
@@ -123,6 +130,7 @@ def run(
             max_new_tokens=max_new_tokens,
             dtype=dtype,
             kv_format=kv_format,
+            tiers=tiers,
             check=check,
             replay_folder=replays,
             on_token=show,
@@ -163,7 +171,8 @@ def _rows(report: Report, open_s: float) -> list[tuple[str, Any]]:
         ("tokens", f"{len(report.tokens)}, {report.tokens_per_s:.2f} a second"),
         ("with checking", f"{report.tokens_per_s_checked:.2f} a second"),
     ]
-    if report.calls:
+    rows += _tier_rows(report)
+    if report.kv_bytes:
         saved = report.kv_bytes / report.link_bytes if report.link_bytes else 0.0
         rows += [
             ("attention calls", f"{report.calls:,} on the device"),
@@ -176,6 +185,18 @@ def _rows(report: Report, open_s: float) -> list[tuple[str, Any]]:
             ("opening the device", f"{open_s:.1f} s"),
         ]
     return rows
+
+
+def _tier_rows(report: Report) -> list[tuple[str, str]]:
+    """What every tier has, and how much of the attention fell there."""
+    return [
+        (
+            f"tier {tier['name']}",
+            f"{tier['rows']:,} rows, {tier['hit_share']:.1%} of attention, "
+            f"{tier['bytes_in']:,} bytes in, {tier['bytes_out']:,} out",
+        )
+        for tier in report.tiers
+    ]
 
 
 def _energy_rows(report: Report) -> list[tuple[str, str]]:

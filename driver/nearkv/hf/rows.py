@@ -324,15 +324,8 @@ class DeviceRows(RowStore):
 
     def select(self, indices: Sequence[int]) -> None:
         """See `RowStore.select`."""
-        chosen: list[DeviceSequence] = []
-        kept: set[int] = set()
-        for index in indices:
-            chosen.append(self.cache.fork(self.sequences[index]) if index in kept else self.sequences[index])
-            kept.add(index)
-        for index, sequence in enumerate(self.sequences):
-            if index not in kept:
-                self.cache.free(sequence)
-        self.sequences = chosen
+        if self.sequences:
+            self.sequences = self.cache.select(self.sequences, indices)
 
     def reset(self) -> None:
         """See `RowStore.reset`."""

@@ -17,6 +17,7 @@ import nearkv
 from . import attach_store
 from .models import LoadedModel, prompt_ids
 from .rows import CheckedRows, CheckTally, DeviceRows, ReferenceRows, RowStore
+from .tiered import TieredRows
 
 REFERENCE = "reference"
 """In place of a device: rows in host memory, attention by `nearkv.reference`."""
@@ -29,7 +30,8 @@ class Report:
     `kv_bytes` is what a device without compute would have sent for the same calls: every row's K and V in
     whole lines. `link_bytes` is what this one moved, both directions, new rows and polling included.
     `energy_j` is `Stats.energy`, in joules: low, mid and high of each part and in total; empty where a device
-    has none. `channels` and `memories` are those of `Stats`, the counters of every slice of the memory.
+    has none. `channels` and `memories` are those of `Stats`, the counters of every slice of the memory;
+    `tiers` are `nearkv.tiers.TierStats` of each tier.
     """
 
     model: str
@@ -56,6 +58,7 @@ class Report:
     tokens_per_s: float = 0.0
     tokens_per_s_checked: float = 0.0
     replay_commands: list[str] = field(default_factory=list)
+    tiers: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
@@ -75,6 +78,7 @@ def run(
     max_new_tokens: int = 16,
     dtype: str = "fp16",
     kv_format: str | None = None,
+    tiers: str | None = None,
     check: bool = True,
     replay_folder: Path = Path("replays"),
     on_token: Callable[[str, int], None] = lambda text, count: None,
@@ -87,6 +91,7 @@ def run(
     max_new_tokens : tokens at most; an end-of-text token ends the run before.
     dtype : format of rows and queries, "fp16" or "bf16".
     kv_format : a preset of `nearkv.quantise` in which rows are stored instead.
+    tiers : where rows live, as `nearkv.hf.tiered.tiers_of` has it; on the device alone if not given.
     check : hold every device call against the reference, computed from the host's own copy of the rows.
     replay_folder : where inputs and results of an unequal call are written.
     on_token : called with the text so far and the number of tokens.
@@ -104,7 +109,12 @@ def run(
     with ExitStack() as stack:
         store: RowStore = ReferenceRows(dtype, kv_format)
         rows, tally = None, CheckTally()
-        if device is not None:
+        tiered = None
+        if tiers is not None:
+            store = tiered = TieredRows(tiers, device, loaded.rows, dtype, kv_format, check=check)
+            tally = tiered.tally
+            stack.callback(tiered.cache.close)
+        elif device is not None:
             store = rows = DeviceRows(device, loaded.rows, dtype, kv_format=kv_format)
             stack.callback(rows.cache.close)
             if check:
@@ -120,6 +130,9 @@ def run(
 
         _generate(loaded.model, attach_store(loaded.model, store), ids, max_new_tokens, step)
         meter.stop(report)
+        if tiered is not None:
+            report.calls = tiered.calls
+            report.tiers = [tier.to_dict() for tier in tiered.cache.stats()]
     report.text = loaded.tokenizer.decode(report.tokens, skip_special_tokens=True)
     return report
 

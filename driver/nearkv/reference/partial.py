@@ -113,6 +113,18 @@ class Partial:
         moved = [plane.to(device) for plane in self._planes()]
         return Partial(State(*moved[:3]), State(*moved[3:6]), moved[6], moved[7])
 
+    def reshaped(self, queries: tuple[int, ...]) -> Partial:
+        """The same with its queries [..., q_heads] in another shape: `queries`, and then q_heads."""
+
+        def shaped(plane: Tensor, last: int) -> Tensor:
+            return plane.reshape(*queries, *plane.shape[plane.dim() - last :])
+
+        denominator, numerators = (
+            State(*(shaped(plane, last) for plane in (state.top, state.high, state.low)))
+            for state, last in ((self.denominator, 1), (self.numerators, 2))
+        )
+        return Partial(denominator, numerators, shaped(self.query_nan, 1), shaped(self.lane_flags, 2))
+
     def _planes(self) -> tuple[Tensor, ...]:
         low, high = self.denominator, self.numerators
         return low.top, low.high, low.low, high.top, high.high, high.low, self.query_nan, self.lane_flags

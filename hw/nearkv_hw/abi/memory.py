@@ -12,7 +12,7 @@ from .formats import OutputForm
 from .lines import LINE_BITS, LINE_BYTES, lines_of
 from .rows import Stored
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 ENTRY_BYTES = 8
 ENTRIES_PER_LINE = LINE_BYTES // ENTRY_BYTES
@@ -40,10 +40,16 @@ TABLE = Layout(
     Field("committed_rows", 32, "rows that are completely written, the same for all heads"),
     Field("layer", 16, "the layer"),
     Field("reserved_layer", 16),
-    Field("sequence", 32, "the sequence's slot in the directory"),
+    Field("sequence", 32, "the sequence's slot in the directory, `NO_SEQUENCE` for a prefix"),
     Field("cache", 64, "device address of the cache record"),
+    Field("released_begin", 32, "first row that nobody sees any more"),
+    Field("released_end", 32, "first row after those; pages that lie between the two have no entries"),
 )
-"""One table per sequence and layer: this line, then each head's entries. One write commits rows."""
+"""One table per sequence and layer: this line, then each head's entries. One write commits rows. Tables may
+name the same page, which is written by none of them then."""
+
+NO_SEQUENCE = (1 << 32) - 1
+"""In place of a slot, in page tables of prefixes."""
 
 CACHE_MAGIC = int.from_bytes(b"NKKV", "little")
 CACHE = Layout(
@@ -68,7 +74,11 @@ CACHE = Layout(
     Field("v_scale", 3, "likewise"),
     Field("k_block", 3, "likewise"),
     Field("v_block", 3, "likewise"),
-    Field("reserved_sequences", 20),
+    Field("k_rule", 2, "how numbers become codes of K: `RULES`"),
+    Field("v_rule", 2, "likewise of V"),
+    Field("k_head_scale", 1, "K has a scale of each head"),
+    Field("v_head_scale", 1, "likewise V"),
+    Field("reserved_sequences", 14),
     Field(
         "directory",
         64,
@@ -79,7 +89,26 @@ CACHE = Layout(
     Field(
         "codebooks", 64, "device address of layers * kv_heads lines of codebooks, as jobs have them, or zero"
     ),
+    Field("prefixes", 64, "device address of the first `PREFIX` record, zero for none"),
 )
+PREFIX_MAGIC = int.from_bytes(b"NKPX", "little")
+PREFIX = Layout(
+    "prefix record",
+    LINE_BITS,
+    Field("magic", 32, '"NKPX"; zero once the prefix is gone'),
+    Field("version", 8, "`LAYOUT_VERSION`"),
+    Field("reserved_version", 24),
+    Field("rows", 32, "rows, and tokens, of the prefix"),
+    Field("reserved_rows", 32),
+    Field("generation", 64, "its number among all prefixes of the tenant"),
+    Field("root", 128, "BLAKE2b-128 of what rows are, and of what the publisher keeps apart"),
+    Field("key", 128, "root, hashed with one block of tokens (as many as a page has rows) after the other"),
+    Field("next", 64, "device address of the next prefix record of the cache, zero at the end"),
+)
+"""A prefix: this line, then the addresses of its page tables, one for each layer, and its tokens, 32 bits
+each, both in whole lines. The line that links it makes it exist."""
+RULES = ("nearest", "q8_0", "q4_0")
+"""How numbers become codes, by number: names of `nearkv.quantise.formats.Rule`."""
 HEAD_SCALE = Layout(
     "scales of a head",
     64,
@@ -98,6 +127,7 @@ ROOT = Layout(
     Field("version", 8, "`LAYOUT_VERSION`"),
     Field("reserved_version", 56),
     Field("first_cache", 64, "device address of the first cache record, zero for none"),
+    Field("generations", 64, "prefixes that were ever published"),
 )
 """The first line of a tenant's first extent: where a second host starts to read."""
 

@@ -1,8 +1,8 @@
 """The binned sum (docs/numerics.md, section 2) as hardware: one accumulator and the alignment of its terms.
 
-A top bin that stands for "empty" is the most negative number of its width. Every real top is at least two
-bins above it, so that one subtraction, term top minus held top, decides everything for empty states and
-zero terms, too.
+A top bin is an unsigned number here, counted from some bin far below as the owner likes; zero stands for
+"empty". Every real top is at least two and not all ones, so that one subtraction, term top minus held top,
+decides everything for empty states and zero terms, too.
 """
 
 from amaranth.hdl import Cat, Const, Module, Mux, Shape, Signal, signed
@@ -11,15 +11,25 @@ from amaranth.lib.wiring import In, Out
 
 from ..abi.numerics import BIN_BITS, LIMB_BITS, TOP_BITS
 
-HELD_TOP_BITS = TOP_BITS + 1
-"""Bits of a top bin with room for "empty"."""
+HELD_TOP_BITS = TOP_BITS
+"""Bits of a top bin; bins of products and weights leave room for "empty"."""
 OFFSET_BITS = BIN_BITS.bit_length() - 1
 """Bits of the leading one's offset in its bin."""
 
 
 def empty_top(top_bits):
-    """The top bin that stands for an empty state or a zero term."""
+    """The signed top bin that stands for an empty state or a zero term where tops have signs."""
     return -(1 << top_bits - 1)
+
+
+def raised(top, top_bits=HELD_TOP_BITS):
+    """A signed top bin as a `BinnedAccumulator` has it: `empty_top` becomes zero."""
+    return (top ^ 1 << top_bits - 1)[:top_bits]
+
+
+def lowered(top):
+    """The signed top bin that was `raised`."""
+    return (top ^ 1 << len(top) - 1).as_signed()
 
 
 class Select(data.Struct):
@@ -65,13 +75,12 @@ class TermAligner(wiring.Component):
         limbs = Signal(2 * BIN_BITS)
         pad = 2 * BIN_BITS - self.significand_bits
         m.d.comb += limbs.eq(Cat(Const(0, pad), self.significand) >> ~self.offset)
-        high = Signal(BIN_BITS, reset_less=True)
-        low = Signal(BIN_BITS, reset_less=True)
-        m.d.sync += [
-            high.eq(Mux(self.select.keep, limbs[BIN_BITS:], 0)),
-            low.eq(Mux(self.select.keep, limbs[:BIN_BITS], Mux(self.select.down, limbs[BIN_BITS:], 0))),
-        ]
-        m.d.comb += [self.high.eq(high), self.low.eq(low)]
+        aligned = Signal(2 * BIN_BITS, reset_less=True)
+        m.d.sync += aligned.eq(
+            (limbs & self.select.keep.replicate(2 * BIN_BITS))
+            | (limbs[BIN_BITS:] & self.select.down.replicate(BIN_BITS))
+        )
+        m.d.comb += [self.low.eq(aligned[:BIN_BITS]), self.high.eq(aligned[BIN_BITS:])]
         return m
 
 
@@ -95,8 +104,8 @@ class BinnedAccumulator(wiring.Component):
     add : In : top stage: an addition (else nothing changes).
     first : In : top stage: the state was empty, whatever is kept; there is no other way to clear it.
     address : In : top stage: which state.
-    top : In : top stage: the addend's top bin, or `empty_top`.
-    held_top : Out : top stage: the state's top bin before the addition.
+    top : In : top stage: the addend's top bin, or zero.
+    held_top : Out : top stage: the state's top bin before the addition, or zero.
     select : Out(Select) : what becomes of the addend's limbs, one cycle after the top stage.
     limb_add, limb_address : In : limb stage: as `add` and `address`.
     negative : In : limb stage: subtract the limbs.
@@ -125,8 +134,8 @@ class BinnedAccumulator(wiring.Component):
                 "add": In(1),
                 "first": In(1),
                 "address": In(range(states)),
-                "top": In(signed(top_bits)),
-                "held_top": Out(signed(top_bits)),
+                "top": In(top_bits),
+                "held_top": Out(top_bits),
                 "select": Out(Select),
                 "limb_add": In(1),
                 "limb_address": In(range(states)),
@@ -146,23 +155,21 @@ class BinnedAccumulator(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         held = self._kept(m, "tops", self.held_top, self.address, self.add)
-        before = Signal(signed(self.top_bits))
-        above = Signal(signed(self.top_bits + 1))
-        below = Signal(signed(self.top_bits + 1))
+        before = Signal(self.top_bits)
+        above = Signal(self.top_bits)
         rises = Signal()
         m.d.comb += [
-            before.eq(Mux(self.first, empty_top(self.top_bits), self.held_top)),
+            before.eq(Mux(self.first, 0, self.held_top)),
             above.eq(self.top - before),
-            # a subtraction of its own, whose sign is enough: the loop waits for no test of all of `above`
-            below.eq(before - self.top),
-            rises.eq(below[-1]),
+            # a carry chain of its own: the loop waits for no test of all of `above`
+            rises.eq(self.top > before),
             held.eq(Mux(rises, self.top, before)),
         ]
         select = Signal(Select, reset_less=True)
         state = Signal(Select, reset_less=True)
         m.d.sync += [
-            select.keep.eq(above >= 0),
-            select.down.eq(above == -1),
+            select.keep.eq(rises | (above == 0)),
+            select.down.eq(above.all()),
             state.keep.eq(~rises),
             state.down.eq(above == 1),
         ]
@@ -175,15 +182,23 @@ class BinnedAccumulator(wiring.Component):
         high = self._kept(m, "highs", self.held_high, self.limb_address, self.limb_add)
         low = self._kept(m, "lows", self.held_low, self.limb_address, self.limb_add)
         m.d.comb += [
-            high.eq(self._sum(Mux(state.keep, self.held_high, 0), self.high)),
-            low.eq(self._sum(Mux(state.keep, self.held_low, Mux(state.down, self.held_high, 0)), self.low)),
+            high.eq(self._sum(self._if(state.keep, self.held_high), self.high)),
+            low.eq(
+                self._sum(
+                    self._if(state.keep, self.held_low) | self._if(state.down, self.held_high), self.low
+                )
+            ),
         ]
         return m
+
+    def _if(self, bit, limb):
+        """The limb's bits, or zero."""
+        return limb.as_unsigned() & bit.replicate(self.limb_bits)
 
     def _sum(self, state, addend):
         """The state's limb plus or minus the addend, modulo the limb's width; one carry chain."""
         if addend.shape().signed:
-            return state + addend
+            return state + addend.as_unsigned()
         return state + (addend ^ self.negative.replicate(self.limb_bits)) + self.negative
 
     def _kept(self, m, name, held, address, enable):

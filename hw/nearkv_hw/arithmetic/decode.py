@@ -144,7 +144,7 @@ class ElementDecoder(wiring.Component):
         top = chosen(integers, [Const(f.bits - 1, 4) for f in integers])
 
         raw = Signal(CODE_SIGNIFICAND_BITS, reset_less=True)
-        raw_exponent = Signal(signed(EXPONENT_BITS), reset_less=True)
+        raw_exponent = Signal(EXPONENT_BITS, reset_less=True)
         raw_negative = Signal(reset_less=True)
         raw_nan = Signal(reset_less=True)
         raw_infinite = Signal(reset_less=True)

@@ -1,6 +1,6 @@
 """The product of a factor (a query element or a weight) and a decoded element, normalised."""
 
-from amaranth.hdl import Module, Mux, Signal, signed
+from amaranth.hdl import Module, Signal
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
@@ -11,6 +11,8 @@ FACTOR_EXPONENT_BITS = SCORE_LIMIT.bit_length() + 1 - SCORE_FRACTION_BITS
 """Bits of a weight's exponent n, signed."""
 PRODUCT_BITS = WEIGHT_BITS + SIGNIFICAND_BITS
 PRODUCT_EXPONENT_BITS = FACTOR_EXPONENT_BITS + 1
+WEIGHT_BIAS = 1 << FACTOR_EXPONENT_BITS - 1
+"""What a weight's exponent is a factor's with, so that it has no sign."""
 
 
 class Product(wiring.Component):
@@ -22,34 +24,33 @@ class Product(wiring.Component):
     Members
     -------
     factor : In : a query's significand, padded on the right, or a weight's.
-    factor_exponent : In : the exponent of the factor's leading one.
+    factor_exponent : In : the exponent of the factor's leading one, with a bias that makes it unsigned.
     element : In(Element) : the element of K or V.
     significand : Out : the product; its top bit is its leading one, clear only when the product is zero.
-    exponent : Out : the exponent of that leading one.
+    exponent : Out : the exponent of that leading one, with both factors' biases.
     some : Out : the product is not zero.
     """
 
     latency_cycles = 2
     factor: In(WEIGHT_BITS)
-    factor_exponent: In(signed(FACTOR_EXPONENT_BITS))
+    factor_exponent: In(FACTOR_EXPONENT_BITS)
     element: In(Element)
     significand: Out(PRODUCT_BITS)
-    exponent: Out(signed(PRODUCT_EXPONENT_BITS))
+    exponent: Out(PRODUCT_EXPONENT_BITS)
     some: Out(1)
 
     def elaborate(self, platform):
         m = Module()
         product = Signal(PRODUCT_BITS, reset_less=True)
-        exponent = Signal(signed(PRODUCT_EXPONENT_BITS), reset_less=True)
+        exponent = Signal(PRODUCT_EXPONENT_BITS, reset_less=True)
         significand = Signal(PRODUCT_BITS, reset_less=True)
-        leading_exponent = Signal(signed(PRODUCT_EXPONENT_BITS), reset_less=True)
-        nonzero, some = Signal(reset_less=True), Signal(reset_less=True)
+        leading_exponent = Signal(PRODUCT_EXPONENT_BITS, reset_less=True)
+        some = Signal(reset_less=True)
         m.d.sync += [
             product.eq(self.factor * self.element.significand),
             exponent.eq(self.factor_exponent + self.element.exponent),
-            nonzero.eq(self.factor[-1] & self.element.significand[-1]),
-            some.eq(nonzero),
-            significand.eq(Mux(product[-1], product, product << 1)),
+            some.eq(product[-2:].any()),
+            significand.eq(product << ~product[-1]),
             leading_exponent.eq(exponent + product[-1]),
         ]
         m.d.comb += [

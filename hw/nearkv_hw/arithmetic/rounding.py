@@ -13,13 +13,13 @@ PRODUCT_BITS = NUMERATOR_KEPT_BITS + QUOTIENT_BITS - 1
 EXPONENT_BITS = 12
 """Bits of a product's exponent, saturated: what lies beyond overflows or rounds to zero in every format."""
 
-_FP32 = Format("fp32", 0, 32, 8, 23, 150, infinities=True)
+FP32 = Format("fp32", 0, 32, 8, 23, 150, infinities=True)
 _FORMATS = {
-    OutputForm.FP32: (_FP32, NAN_FP32),
+    OutputForm.FP32: (FP32, NAN_FP32),
     OutputForm.BF16: (BF16, NAN_BF16),
     OutputForm.FP16: (FP16, NAN_FP16),
 }
-_KEPT_BITS = _FP32.significand_bits + 1
+_KEPT_BITS = FP32.significand_bits + 1
 """The widest significand and a guard bit."""
 
 
@@ -40,9 +40,11 @@ class Round(wiring.Component):
     Members
     -------
     step : In(4) : bit k loads the registers of stage k.
-    product : In(62) : its highest bit or the one below must be set when the outcome is NUMBER.
+    product : In(62) : when the outcome is NUMBER, its highest bit or the one below must be set, unless
+        `exponent` is at most that of the format's least normal number.
     exponent : In(signed(12)) : the weight of the product's highest bit, -2047 or more; taken with `product`.
-    negative : In(1), outcome : In(Outcome) : taken with `product` as well. The sign of NaN is dropped.
+    negative : In(1), outcome : In(Outcome) : taken with `product` as well. Zero keeps its sign,
+        NaN loses it.
     early_form : In(OutputForm) : the form, valid with step[1].
     late_form : In(OutputForm) : the form, valid with step[3].
     code : Out(32) : the code, low bits first; bits beyond the format are zero.
@@ -101,7 +103,7 @@ class Round(wiring.Component):
             with m.Switch(self.early_form):
                 for form, (kind, _) in _FORMATS.items():
                     bias = kind.exponent_bias - kind.fraction_bits
-                    place = _FP32.fraction_bits - kind.fraction_bits
+                    place = FP32.fraction_bits - kind.fraction_bits
                     with m.Case(form):
                         deficit = Signal(signed(EXPONENT_BITS + 1), name=f"deficit_{kind.name}")
                         biased = Signal(signed(EXPONENT_BITS + 1), name=f"biased_{kind.name}")
@@ -174,7 +176,7 @@ class Round(wiring.Component):
                             with m.Case(Outcome.INFINITY):
                                 m.d.sync += code.eq(Cat(infinity, negative[2]))
                             with m.Case(Outcome.ZERO):
-                                m.d.sync += code.eq(0)
+                                m.d.sync += code.eq(Cat(Const(0, magnitude_bits), negative[2]))
                             with m.Default():
                                 m.d.sync += code.eq(Cat(Mux(overflow_2, infinity, magnitude), negative[2]))
         return m

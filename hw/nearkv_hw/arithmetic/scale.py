@@ -1,6 +1,6 @@
 """An element: a code times its scale, exactly."""
 
-from amaranth.hdl import Module, Mux, Signal, signed, unsigned
+from amaranth.hdl import Module, Mux, Signal, unsigned
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -25,14 +25,19 @@ SCALE_KINDS = (BF16, FP16, FP8_E4M3)
 """What a scale's code is decoded as; one of e8m0 as bf16."""
 
 
+ELEMENT_BIAS = 1 << EXPONENT_BITS - 1
+"""What an element's exponent is stored with, so that it has no sign."""
+
+
 class Element(data.Struct):
-    """A finite element's magnitude: significand / 2^17 * 2^exponent; a zero element has significand zero.
+    """A finite element's magnitude: significand / 2^17 * 2^(exponent - `ELEMENT_BIAS`); a zero element has
+    significand zero.
 
     The significand's leading one is its top bit, so that the exponent is that of the leading one.
     """
 
     significand: unsigned(SIGNIFICAND_BITS)
-    exponent: signed(EXPONENT_BITS)
+    exponent: unsigned(EXPONENT_BITS)
 
 
 class Decoded(data.Struct):
@@ -71,7 +76,7 @@ class Scaler(wiring.Component):
             return ~side.element.significand[-1] & ~side.infinite & ~side.nan
 
         product = Signal(2 * CODE_SIGNIFICAND_BITS, reset_less=True)
-        exponent = Signal(signed(EXPONENT_BITS), reset_less=True)
+        exponent = Signal(EXPONENT_BITS, reset_less=True)
         first = {name: Signal(name=f"{name}_1", reset_less=True) for name in ("negative", "nan", "infinite")}
         second = {name: Signal(name=f"{name}_2", reset_less=True) for name in first}
         nan = code.counts & (
@@ -81,12 +86,12 @@ class Scaler(wiring.Component):
         cut = len(product) - SIGNIFICAND_BITS  # bits that no pair of a format and its scales has
         m.d.sync += [
             product.eq(code.element.significand * scale.element.significand),
-            exponent.eq(code.element.exponent + scale.element.exponent),
+            exponent.eq(code.element.exponent.as_unsigned() + scale.element.exponent.as_unsigned()),
             first["negative"].eq(code.negative ^ scale.negative),
             first["nan"].eq(nan),
             first["infinite"].eq(code.counts & (code.infinite | scale.infinite) & ~nan),
             element.significand.eq(Mux(product[-1], product[cut:], product[cut - 1 :])),
-            element.exponent.eq(exponent + product[-1]),
+            element.exponent.eq(exponent + product[-1] + ELEMENT_BIAS),
             *(second[name].eq(first[name]) for name in first),
         ]
         m.d.comb += [

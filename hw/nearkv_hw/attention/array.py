@@ -4,13 +4,14 @@ Stages, in cycles after an operation came:
 
 | stage | score mode (K) | value mode (V) |
 |---|---|---|
-| 1 | operation, lanes' codes and scales in registers | the same |
-| 2, 3 | codes and scales decoded | the same |
-| 4, 5 | codes times scales; factors read (4) | the same; the row's weights come in at 4 |
-| 6, 7 | product; normalised | the same |
-| 8 | the line's top bin | every lane's top bin updated |
-| 9 | limbs under the line's top | limbs under the lane's top |
-| 10 on | trees over the lanes, then the sum over the row's lines | 10: added to every lane's limbs |
+| 1 | operation and lanes' codes in registers | the same |
+| 2 | scales in registers; codes that a codebook has are looked up | the same |
+| 3, 4 | codes and scales decoded | the same |
+| 5, 6 | codes times scales; factors read (5) | the same; the row's weights come in at 5 |
+| 7, 8 | product; normalised | the same |
+| 9 | the line's top bin | every lane's top bin updated |
+| 10 | limbs under the line's top | limbs under the lane's top |
+| 11 on | trees over the lanes, then the sum over the row's lines | 11: added to every lane's limbs |
 
 Every operation takes every stage, so none waits for another. A query line takes the decoders' way into the
 cells, and a read of sums takes the value mode's way with nothing to add: what enters behind a line sees its
@@ -24,13 +25,14 @@ from amaranth.utils import exact_log2
 
 from ..abi.formats import LUT4, LUT_ENTRIES
 from ..abi.numerics import LIMB_BITS
-from ..arithmetic.binned import HELD_TOP_BITS, empty_top
+from ..arithmetic.binned import HELD_TOP_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth, ElementDecoder
 from ..arithmetic.scale import SCALE_KINDS, Decoded, Scaler
 from ..arithmetic.score import DotProduct
 from ..arithmetic.weight import Weight
 from ..interfaces import LanePartial
-from .cell import Cell
+from .cell import SUM_BIN_BIAS, Cell
+from .codes import Scales
 from .dot import DotProducts
 from .lane_flags import LANE_FLAGS, LaneFlags
 from .shape import BANKS, PASSES, SCALE_LANES, LineParts
@@ -111,8 +113,8 @@ class Array(wiring.Component):
         cycles apart, and as many as beats are read.
     """
 
-    scale_cycles = 1
-    element_cycles = 1 + ElementDecoder.latency_cycles + Scaler.latency_cycles
+    scale_cycles = Scales.latency_cycles
+    element_cycles = scale_cycles + ElementDecoder.latency_cycles + Scaler.latency_cycles
     weight_cycles = element_cycles - 1
     top_cycles = element_cycles + Cell.top_cycles
     limb_cycles = element_cycles + Cell.limb_cycles
@@ -147,13 +149,11 @@ class Array(wiring.Component):
         tree_cycles = DotProducts.tree_cycles_of(self.shape.lanes)
 
         codes = Signal(data.ArrayLayout(CODE_BITS, self.shape.lanes), reset_less=True)
-        present = Signal(self.shape.lanes, reset_less=True)
-        m.d.sync += [
-            *self._codes(m, codes),
-            present.eq(Cat(lane < self.operation.count for lane in lanes)),
-        ]
+        m.d.sync += self._codes(m, codes)
         delays = _Delays(m, self.operation)
         at_line = delays.at(1)
+        at_code = delays.at(self.scale_cycles)
+        present = delays.of(Cat(lane < self.operation.count for lane in lanes), self.scale_cycles)
         at_weight = delays.at(self.weight_cycles)
         at_element = delays.at(self.element_cycles)
         at_top = delays.at(self.top_cycles)
@@ -186,13 +186,14 @@ class Array(wiring.Component):
                 shape=CODE_BITS, depth=PASSES * BOOK_ENTRIES, init=[]
             )
             book_read, book_write = book.read_port(domain="comb"), book.write_port()
+            code = Mux(at_line.codebook, book_read.data, codes[lane])
             m.d.comb += [
                 book_read.addr.eq(Cat(codes[lane][: LUT4.bits], at_line.book, at_line.number)),
                 book_write.addr.eq(self.book.address),
                 book_write.data.eq(self.book.data),
                 book_write.en.eq(self.book.valid),
-                decoder.code.eq(Mux(at_line.codebook, book_read.data, codes[lane])),
-                decoder.kind.eq(at_line.kind),
+                decoder.code.eq(delays.of(code, self.scale_cycles - 1)),
+                decoder.kind.eq(at_code.kind),
                 decoder.present.eq(present[lane]),
             ]
             for name, _ in data.Layout.cast(Decoded):
@@ -209,7 +210,7 @@ class Array(wiring.Component):
             element_now.infinite.eq(Cat(e.infinite for e in elements)),
             element_now.zero.eq(Cat(~e.element.significand[-1] & ~e.infinite for e in elements)),
         ]
-        counts = delays.of(present, self.element_cycles - 1)
+        counts = delays.of(present, self.element_cycles - self.scale_cycles)
 
         # signs, and what elements are that are no numbers: vectors over the lanes, for each query
         value_nan = delays.of(element_now.nan, self.top_cycles - self.element_cycles)
@@ -389,7 +390,7 @@ class Array(wiring.Component):
                 m.d.sync += [register.eq(value) for register, value in zip(registers, values, strict=True)]
             return registers
 
-        tops = held(taken(at_top, tops, signed(HELD_TOP_BITS)))
+        tops = held(taken(at_top, tops, HELD_TOP_BITS))
         flags = held(taken(at_top, flags, 3))
         highs = taken(at_limb, highs, signed(LIMB_BITS))
         lows = taken(at_limb, lows, signed(LIMB_BITS))
@@ -416,8 +417,8 @@ class Array(wiring.Component):
             top = selected(tops)
             partial = self.lanes_read[index]
             m.d.comb += [
-                partial.state.some.eq(top != empty_top(HELD_TOP_BITS)),
-                partial.state.top.eq(top),
+                partial.state.some.eq(top.any()),
+                partial.state.top.eq(top - SUM_BIN_BIAS),
                 partial.state.high.eq(selected(highs)),
                 partial.state.low.eq(selected(lows)),
                 partial.flags.eq(selected(flags)),

@@ -5,26 +5,32 @@ in value mode a V element by the row's weight; product, normalisation, shift and
 hardware in both.
 """
 
-from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed, unsigned
 from amaranth.lib import data, memory, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi.numerics import BIN_BITS, LIMB_BITS, WEIGHT_BITS
-from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, Select, TermAligner, empty_top
-from ..arithmetic.decode import CODE_SIGNIFICAND_BITS, CodeElement
-from ..arithmetic.product import FACTOR_EXPONENT_BITS, PRODUCT_BITS, Product
-from ..arithmetic.scale import Element
+from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, Select, TermAligner
+from ..arithmetic.decode import CODE_SIGNIFICAND_BITS, EXPONENT_BITS
+from ..arithmetic.product import FACTOR_EXPONENT_BITS, PRODUCT_BITS, WEIGHT_BIAS, Product
+from ..arithmetic.scale import ELEMENT_BIAS, Element
 from ..arithmetic.score import DOT_TOP_BITS
 from ..arithmetic.weight import Weight
 
-DOT_BINS = range(7, 25)
-"""Bins of products of a query's and a K element, -9 to 8, plus 16: a bin with its sign bit inverted."""
+DOT_BIN_BIAS = 2 * ELEMENT_BIAS >> OFFSET_BITS
+"""What bins of products of a query's and a K element are counted with; it needs no addition."""
+DOT_BINS = range(DOT_BIN_BIAS - 9, DOT_BIN_BIAS + 9)
+"""These bins."""
+SUM_BIN_BIAS = WEIGHT_BIAS + ELEMENT_BIAS >> OFFSET_BITS
+"""What bins of products of a weight and a V element are counted with; the least is 3, as the lowest weight is
+2^-2^23 and the lowest element 2^-149."""
 
 
 class QueryElement(data.Struct):
-    """An element of a query as a cell keeps it."""
+    """An element of 16 bits, and its sign."""
 
-    element: CodeElement
+    significand: unsigned(CODE_SIGNIFICAND_BITS)
+    exponent: unsigned(EXPONENT_BITS)
     negative: 1
 
 
@@ -55,12 +61,12 @@ class Cell(wiring.Component):
 
     add, first, address : In : value mode: the sum to add to, and whether it starts here.
     bins : Out : score mode: the product's bin, one bit per bin of `DOT_BINS`; none for a zero product.
-    held_top : Out : the top bin of the sum at `address`.
+    held_top : Out : the top bin of the sum at `address`, plus `SUM_BIN_BIAS`; zero if it is empty.
 
     Select stage, one cycle later:
 
     select_value : In : value mode.
-    line_top : In : score mode: the line's top bin, plus 16.
+    line_top : In : score mode: the line's top bin, plus `DOT_BIN_BIAS`.
 
     Limb stage, one cycle later:
 
@@ -91,7 +97,7 @@ class Cell(wiring.Component):
                 "first": In(1),
                 "address": In(range(states)),
                 "bins": Out(len(DOT_BINS)),
-                "held_top": Out(signed(HELD_TOP_BITS)),
+                "held_top": Out(HELD_TOP_BITS),
                 "select_value": In(1),
                 "line_top": In(DOT_TOP_BITS),
                 "high": Out(BIN_BITS),
@@ -111,20 +117,21 @@ class Cell(wiring.Component):
         m.d.comb += [
             read.addr.eq(self.query_read),
             write.addr.eq(self.query_address),
-            write.data.element.significand.eq(self.query.significand[-CODE_SIGNIFICAND_BITS:]),
-            write.data.element.exponent.eq(self.query.exponent),
+            write.data.significand.eq(self.query.significand[-CODE_SIGNIFICAND_BITS:]),
+            write.data.exponent.eq(self.query.exponent),
             write.data.negative.eq(self.query_negative),
             write.en.eq(self.query_write),
         ]
         m.submodules.product = product = Product()
         factor = Signal(WEIGHT_BITS, reset_less=True)
-        factor_exponent = Signal(signed(FACTOR_EXPONENT_BITS), reset_less=True)
-        kept_query = read.data.element
-        query = Cat(Const(0, WEIGHT_BITS - CODE_SIGNIFICAND_BITS), kept_query.significand)
+        factor_exponent = Signal(FACTOR_EXPONENT_BITS, reset_less=True)
+        query = Cat(Const(0, WEIGHT_BITS - CODE_SIGNIFICAND_BITS), read.data.significand)
         dropped = Mux(read.data.negative, self.drop[1], self.drop[0])
         m.d.sync += [
             factor.eq(Mux(self.value, self.weight.significand, Mux(dropped, 0, query))),
-            factor_exponent.eq(Mux(self.value, self.weight.exponent, kept_query.exponent)),
+            factor_exponent.eq(
+                Mux(self.value, self.weight.exponent.as_unsigned() ^ WEIGHT_BIAS, read.data.exponent)
+            ),
         ]
         m.d.comb += [
             product.element.eq(self.element),
@@ -132,13 +139,8 @@ class Cell(wiring.Component):
             product.factor_exponent.eq(factor_exponent),
         ]
 
-        some = product.some
-        bin = product.exponent >> OFFSET_BITS
-        position = Signal(DOT_TOP_BITS)
-        m.d.comb += [
-            position.eq(bin[:DOT_TOP_BITS] ^ 1 << DOT_TOP_BITS - 1),
-            self.bins.eq((some << position)[DOT_BINS.start : DOT_BINS.stop]),
-        ]
+        some, bin = product.some, product.exponent[OFFSET_BITS:]
+        m.d.comb += self.bins.eq((some << bin[:DOT_TOP_BITS])[DOT_BINS.start : DOT_BINS.stop])
         m.submodules.sums = sums = BinnedAccumulator(
             states=self.states, limb_delay_cycles=self.limb_cycles - self.top_cycles
         )
@@ -146,29 +148,24 @@ class Cell(wiring.Component):
             sums.add.eq(self.add),
             sums.first.eq(self.first),
             sums.address.eq(self.address),
-            sums.top.eq(Mux(some, bin, empty_top(HELD_TOP_BITS))),
+            sums.top.eq(Mux(some, bin, 0)),
             self.held_top.eq(sums.held_top),
         ]
 
         significand = Signal(PRODUCT_BITS, reset_less=True)
-        offset = Signal(OFFSET_BITS, reset_less=True)
-        selected_position = Signal(DOT_TOP_BITS, reset_less=True)
-        m.d.sync += [
-            significand.eq(product.significand),
-            offset.eq(product.exponent[:OFFSET_BITS]),
-            selected_position.eq(position),
-        ]
+        place = Signal(OFFSET_BITS + DOT_TOP_BITS, reset_less=True)
+        m.d.sync += [significand.eq(product.significand), place.eq(product.exponent)]
         below = Signal(DOT_TOP_BITS)
         line_select = Signal(Select)
         m.d.comb += [
-            below.eq(self.line_top - selected_position),
+            below.eq(self.line_top - place[OFFSET_BITS:]),
             line_select.keep.eq(below == 0),
             line_select.down.eq(below == 1),
         ]
         m.submodules.aligner = aligner = TermAligner(significand_bits=PRODUCT_BITS)
         m.d.comb += [
             aligner.significand.eq(significand),
-            aligner.offset.eq(offset),
+            aligner.offset.eq(place[:OFFSET_BITS]),
             aligner.select.eq(Mux(self.select_value, sums.select, line_select)),
             self.high.eq(aligner.high),
             self.low.eq(aligner.low),

@@ -9,6 +9,7 @@ from ..abi.formats import BF16, E8M0, FP8_E4M3, FP16, LUT4
 from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth, code_kind, code_width
 from ..arithmetic.scale import SCALE_KINDS
+from ..common.pipeline import later, stage
 from ..interfaces import SCALE_ROW_BITS
 from ..row_layout import block_number, is_scale, lines_less_one, scale_shift, wide_scale
 from .shape import SCALE_LANES, LineParts
@@ -87,9 +88,12 @@ class Scales(wiring.Component):
     step, value, number, last, codes : In : a step is taken: of V or K, its number in the row, whether it is
         the row's last one, how the rows are stored. Without `step`, or without scales, all scales are one.
     scales, kind : Out : scales of every `SCALE_LANES` lanes, and what they are, `latency_cycles` later.
+
+    The first cycle works out where in the line the scales are, the second takes them from it. A line that is
+    loaded meanwhile does no harm: it is seen from the next cycle on, and a step never comes with it.
     """
 
-    latency_cycles = 1
+    latency_cycles = 2
 
     def __init__(self, *, shape):
         self.shape = shape
@@ -134,20 +138,23 @@ class Scales(wiring.Component):
             FP16: scaled & is_scale(codes.scale, FP16),
             FP8_E4M3: scaled & is_scale(codes.scale, FP8_E4M3),
         }
-        m.d.sync += [self.kind[form.name].eq(kinds[form]) for form in SCALE_KINDS]
+        for form in SCALE_KINDS:
+            m.d.comb += self.kind[form.name].eq(later(m, kinds[form], self.latency_cycles))
+        element, element_value = self.number << codes.step_shift, stage(m, self.value)
+        element_wide, element_power, element_scaled = stage(m, wide), stage(m, power), stage(m, scaled)
         for group in range(self.shape.scale_groups):
-            element = (self.number << codes.step_shift) + group * SCALE_LANES
-            at = Signal(SCALE_ROW_BITS + 1, name=f"at_{group}")
+            at = Signal(SCALE_ROW_BITS + 1, name=f"at_{group}", reset_less=True)
             word = Signal(CODE_BITS, name=f"word_{group}")
             byte = Signal(8, name=f"byte_{group}")
+            m.d.sync += at.eq(start + (block_number(element + group * SCALE_LANES, codes.block) << wide))
             m.d.comb += [
-                at.eq(start + (block_number(element, codes.block) << wide)),
-                word.eq(Mux(self.value, *(line.word_select(at[1:], CODE_BITS) for line in reversed(lines)))),
-                byte.eq(word.word_select(at[0] & ~wide, 8)),
+                word.eq(
+                    Mux(element_value, *(line.word_select(at[1:], CODE_BITS) for line in reversed(lines)))
+                ),
+                byte.eq(word.word_select(at[0] & ~element_wide, 8)),
             ]
             subnormal = (byte == 0) | byte.all()  # 2^-127 is one of bf16's; the other is NaN
             as_bf16 = Cat(Const(0, 6), subnormal, byte, Const(0, 1))
-            m.d.sync += self.scales[group].eq(
-                Mux(scaled, Mux(power, as_bf16, Mux(wide, word, byte)), Const(ONE, CODE_BITS))
-            )
+            code = Mux(element_power, as_bf16, Mux(element_wide, word, byte))
+            m.d.sync += self.scales[group].eq(Mux(element_scaled, code, Const(ONE, CODE_BITS)))
         return m

@@ -1,12 +1,14 @@
 """Dot products of one query: the lanes' products become a line's binned sum, the lines' sums a row's."""
 
-from amaranth.hdl import Module, Mux, Signal, signed
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
+from amaranth.utils import ceil_log2
 
 from ..abi.numerics import BIN_BITS
-from ..arithmetic.binned import BinnedAccumulator, Select, empty_top
+from ..arithmetic.binned import BinnedAccumulator, Select, lowered
 from ..arithmetic.score import DOT_LIMB_BITS, DOT_TOP_BITS, DotProduct
+from ..common.pipeline import later
 from ..common.trees import pipelined_tree, reduce_tree, tree_stages
 from .cell import DOT_BINS, Cell
 
@@ -38,7 +40,7 @@ class DotProducts(wiring.Component):
 
     Select stage, one cycle later:
 
-    line_top : Out : the line's top bin, plus 16.
+    line_top : Out : the line's top bin, plus `DOT_BIN_BIAS`; zero if there is none.
 
     Limb stage, one cycle later:
 
@@ -89,45 +91,45 @@ class DotProducts(wiring.Component):
         bins = reduce_tree([self.bins[lane] for lane in range(self.lanes)], lambda a, b: a | b)
         line_bins = Signal(len(DOT_BINS))
         m.d.comb += line_bins.eq(bins)
-        line_some = Signal(reset_less=True)
         line_top = Signal(DOT_TOP_BITS, reset_less=True)
         highest = Signal(DOT_TOP_BITS)
         for index, position in enumerate(DOT_BINS):
             with m.If(line_bins[index]):
                 m.d.comb += highest.eq(position)
         with m.If(self.valid):
-            m.d.sync += [line_some.eq(line_bins.any()), line_top.eq(highest)]
+            m.d.sync += line_top.eq(highest)
         m.d.comb += self.line_top.eq(line_top)
 
-        # sums of the lanes' limbs, modulo 2^DOT_LIMB_BITS
+        # Sums of the lanes' limbs. A negative limb is inverted, x becomes 2^32 - 1 - x; how many there are,
+        # counted above the sum of the high limbs, sets that right for the sums of all lanes.
         enables = [self.limb_valid]
         for _ in range(tree_cycles - 1):
             enable = Signal()
             m.d.sync += enable.eq(enables[-1])
             enables.append(enable)
+        sum_bits = BIN_BITS + ceil_log2(self.lanes)
 
-        def lane_sum(limbs):
-            signed_limbs = []
-            for lane in range(self.lanes):
-                limb = Signal(DOT_LIMB_BITS)
-                m.d.comb += limb.eq(Mux(self.negative[lane], -limbs[lane], limbs[lane]))
-                signed_limbs.append(limb)
+        def lane_sum(limbs, bits):
             return pipelined_tree(
-                m,
-                signed_limbs,
-                lambda a, b: (a + b)[:DOT_LIMB_BITS],
-                shape=DOT_LIMB_BITS,
-                levels=TREE_LEVELS,
-                enables=enables,
+                m, limbs, lambda a, b: (a + b)[:bits], shape=bits, levels=TREE_LEVELS, enables=enables
             )
 
-        high, low = lane_sum(self.high), lane_sum(self.low)
-        top = Signal(signed(DOT_TOP_BITS))
-        m.d.comb += top.eq(Mux(line_some, line_top ^ 1 << DOT_TOP_BITS - 1, empty_top(DOT_TOP_BITS)))
-        for _ in range(Cell.limb_cycles - Cell.select_cycles + tree_cycles):
-            delayed = Signal.like(top, reset_less=True)
-            m.d.sync += delayed.eq(top)
-            top = delayed
+        def set_right(total):
+            above = Signal(DOT_LIMB_BITS - BIN_BITS)
+            m.d.comb += above.eq(total[BIN_BITS:sum_bits] - negatives)
+            return (Cat(total[:BIN_BITS], above) + negatives)[:DOT_LIMB_BITS]
+
+        highs, lows = (
+            [limbs[lane] ^ negative.replicate(BIN_BITS) for lane, negative in enumerate(self.negative)]
+            for limbs in (self.high, self.low)
+        )
+        room = Const(0, sum_bits - BIN_BITS)
+        counted = [Cat(limb, room, negative) for limb, negative in zip(highs, self.negative, strict=True)]
+        high = lane_sum(counted, sum_bits + self.lanes.bit_length())
+        low = lane_sum(lows, sum_bits)
+        negatives = high[sum_bits:]
+        high, low = set_right(high), set_right(low)
+        top = later(m, line_top, Cell.limb_cycles - Cell.select_cycles + tree_cycles)
 
         # sum of the lines
         m.submodules.row = row = BinnedAccumulator(
@@ -154,11 +156,11 @@ class DotProducts(wiring.Component):
         flags = Signal(LineFlags, reset_less=True)
         with m.If(self.row_valid):
             m.d.sync += flags.eq(Mux(self.row_first, 0, flags.as_value()) | self.flags.as_value())
-        row_top = Signal(signed(DOT_TOP_BITS), reset_less=True)
+        row_top = Signal(DOT_TOP_BITS, reset_less=True)
         row_flags = Signal(LineFlags, reset_less=True)
         m.d.sync += [row_top.eq(row.held_top), row_flags.eq(flags)]
         m.d.comb += [
-            self.dot.top.eq(row_top),
+            self.dot.top.eq(lowered(row_top)),
             self.dot.high.eq(row.held_high),
             self.dot.low.eq(row.held_low),
             self.dot.nan.eq(row_flags.nan),

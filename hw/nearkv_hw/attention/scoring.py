@@ -7,7 +7,7 @@ from amaranth.lib.wiring import In, Out
 from ..abi.descriptor import MAX_QUERY_ROWS
 from ..abi.numerics import WEIGHT_BITS
 from ..arithmetic.bias import DISTANCE_BITS, Bias
-from ..arithmetic.binned import HELD_TOP_BITS, OFFSET_BITS, BinnedAccumulator, TermAligner, empty_top
+from ..arithmetic.binned import OFFSET_BITS, BinnedAccumulator, TermAligner, lowered, raised
 from ..arithmetic.score import FLOAT_BITS, DotProduct, Factor, ScorePipe
 from ..arithmetic.softcap import Softcap
 from ..arithmetic.weight import Weight, WeightPipe
@@ -385,9 +385,7 @@ class Scoring(wiring.Component):
                 sums.add.eq(at_weight.row | at_weight.open),
                 sums.first.eq(at_weight.open),
                 sums.address.eq(Cat(at_weight.number, at_weight.index)),
-                sums.top.eq(
-                    Mux(weight.significand[-1], weight.exponent >> OFFSET_BITS, empty_top(HELD_TOP_BITS))
-                ),
+                sums.top.eq(Mux(weight.significand[-1], raised(weight.exponent >> OFFSET_BITS), 0)),
                 aligner.significand.eq(significand),
                 aligner.offset.eq(offset),
                 aligner.select.eq(sums.select),
@@ -425,8 +423,8 @@ class Scoring(wiring.Component):
         top = selected(at_weight, tops, limb_cycles + 1)
         m.d.comb += [
             self.denominator_valid.eq(at_read.read),
-            self.denominator.some.eq(top != empty_top(HELD_TOP_BITS)),
-            self.denominator.top.eq(top),
+            self.denominator.some.eq(top.any()),
+            self.denominator.top.eq(lowered(top)),
             self.denominator.high.eq(selected(at_limb, highs, 1)),
             self.denominator.low.eq(selected(at_limb, lows, 1)),
             self.query_nan.eq(selected(at_weight, nans, limb_cycles + 1)),

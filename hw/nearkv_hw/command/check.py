@@ -153,7 +153,8 @@ class Check(wiring.Component):
         for name in ("table", "queries", "result", "sinks"):
             m.d.comb += job[f"{name}_line"].eq(attend[name] >> LINE_SHIFT)
         for name in (
-            *("row_begin", "row_end", "score_factor", "head_dim", "value_dim", "group", "query_rows"),
+            *("row_begin", "row_end", "score_factor", "output_scale"),
+            *("head_dim", "value_dim", "group", "query_rows"),
             "page_rows_log2",
             *("k_format", "v_format", "query_format", "kv_head"),
         ):
@@ -226,7 +227,6 @@ class Check(wiring.Component):
                 (attend.opcode == Opcode.ATTEND)
                 & (
                     (line & ATTEND.reserved_mask()).any()
-                    | attend.output_scale.any()
                     | (more.as_value() & _EXTENSION_NOT_HAD).any()
                     | (~positioned & more.first_position.any())
                     | (~more.window.any() & more.kept.any())

@@ -200,6 +200,7 @@ class Passes(wiring.Component):
             result.queries.eq(now),
             result.value_dim.eq(plan.value_dim),
             result.form.eq(plan.form),
+            result.output_scale.eq(plan.output_scale),
             result.line.eq(result_line),
             out.query_work.tenant.eq(plan.tenant),
             out.query_work.line.eq(query_line),

@@ -108,6 +108,7 @@ class Job(data.Struct):
     v_pitch: 2
     query_format: 2
     form: OutputForm
+    output_scale: 32
     kv_head: 11
     sinks: 1
     slopes: 1
@@ -270,6 +271,7 @@ class Plan(data.Struct):
     v_pitch: 2
     query_format: 2
     form: OutputForm
+    output_scale: 32
     sinks: 1
     slopes: 1
     codebook: 1

@@ -53,6 +53,7 @@ class Distribute(wiring.Component):
         job = self.jobs.payload
         active = Signal()
         form = Signal(OutputForm, reset_less=True)
+        output_scale = Signal(32, reset_less=True)
         fault = Signal(reset_less=True)
         last_beat = Signal(10, reset_less=True)
         position = Signal(10, reset_less=True)  # of the beat in its query
@@ -67,6 +68,7 @@ class Distribute(wiring.Component):
             with m.If(self.jobs.valid):
                 m.d.sync += [
                     form.eq(job.form),
+                    output_scale.eq(job.output_scale),
                     fault.eq(job.fault),
                     last_beat.eq((job.value_dim - 1) >> (self.finish_lanes.bit_length() - 1)),
                     position.eq(0),
@@ -85,6 +87,7 @@ class Distribute(wiring.Component):
             self.finish.payload.denominator.eq(beat.kind == BeatKind.DENOMINATOR),
             self.finish.payload.first.eq(position == 0),
             self.finish.payload.form.eq(form),
+            self.finish.payload.output_scale.eq(output_scale),
             self.finish.payload.lanes.eq(beat.lanes),
             self.partials.payload.eq(beat.lanes),
             self.ends.payload.status.eq(beat.status),

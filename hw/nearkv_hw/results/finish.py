@@ -1,16 +1,18 @@
-"""Finish: lanes divided by their query's denominator and rounded (docs/numerics.md section 6)."""
+"""Finish: lanes divided by their query's denominator, rounded and scaled (docs/numerics.md section 6)."""
 
-from amaranth.hdl import Cat, Module, Shape, Signal, signed
+from amaranth.hdl import Cat, Module, Mux, Shape, Signal, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.fifo import SyncFIFO
 from amaranth.lib.wiring import In, Out
 
 from ..abi.formats import OutputForm
 from ..abi.numerics import NUMERATOR_KEPT_BITS, TOP_BITS
+from ..arithmetic.float32 import Unpack
 from ..arithmetic.reciprocal import Reciprocal
 from ..common.queue import Queue
 from .lane import Divisor, FinishLane
 from .normalise import SHIFT_BITS, Normalise
+from .scaling import ScaleLane
 from .shapes import check_finish_lanes, finish_beat
 
 _MAX_QUERIES = 16
@@ -40,14 +42,16 @@ class Finish(wiring.Component):
         lanes; a query's lanes, the first beat marked. A denominator has at least one beat of lanes.
     codes : Out(stream(32-bit array)) : one beat per beat of lanes, in order.
 
-    A lane's latency is 14 cycles (`latency_cycles`), throughput one beat per cycle. The first lanes of a
-    query are not taken until its reciprocal is ready in time: `denominator_cycles` after its denominator, and
-    not closer than `Reciprocal.interval_cycles` to the first lanes of the query before. What has been taken
-    never stops: lanes are taken only while the output queue has room for them, denominators only while theirs
-    has.
+    A lane's latency is 14 cycles (`latency_cycles`), with an output scale 26 (`scaled_latency_cycles`),
+    throughput one beat per cycle. Lanes without a scale, which would overtake those with one, are not taken
+    for `ScaleLane.latency_cycles` after them. The first lanes of a query are not taken until its reciprocal
+    is ready in time: `denominator_cycles` after its denominator, and not closer than
+    `Reciprocal.interval_cycles` to the first lanes of the query before. What has been taken never stops:
+    lanes are taken only while the output queue has room for them, denominators only while theirs has.
     """
 
     latency_cycles = FinishLane.latency_cycles + _QUEUE_CYCLES
+    scaled_latency_cycles = latency_cycles + ScaleLane.latency_cycles
     denominator_cycles = 1 + Reciprocal.latency_cycles + 1
     """Cycles from a denominator to the first beat of its lanes, when nothing else is under way.
 
@@ -72,7 +76,7 @@ class Finish(wiring.Component):
         m.submodules.reciprocal = reciprocal = Reciprocal(notice_cycles=normal - 1)
         m.submodules.waiting = waiting = SyncFIFO(width=Shape.cast(_Waiting).width, depth=_MAX_QUERIES)
         # Room for all that may be under way from taking a beat until its place is free again.
-        depth = 1 << self.latency_cycles.bit_length()
+        depth = 1 << self.scaled_latency_cycles.bit_length()
         m.submodules.queue = queue = Queue(shape=data.ArrayLayout(32, self.finish_lanes), depth=depth)
 
         beat = self.beats.payload
@@ -82,10 +86,14 @@ class Finish(wiring.Component):
         credits = Signal(range(depth + 1), init=depth)
         held = Signal(range(_MAX_QUERIES + 1))  # denominators taken whose division has not begun
         promised = Signal()  # the reciprocal under way belongs to lanes already taken
+        has_scale = beat.output_scale.any()
+        ahead = Signal(range(ScaleLane.latency_cycles + 1))  # how much later scaled lanes will be there
         with m.If(beat.denominator):
             m.d.comb += self.beats.ready.eq(held != _MAX_QUERIES)
         with m.Else():
-            m.d.comb += self.beats.ready.eq((credits != 0) & (~beat.first | (reciprocal.soon & ~promised)))
+            m.d.comb += self.beats.ready.eq(
+                (credits != 0) & (~beat.first | (reciprocal.soon & ~promised)) & (has_scale | (ahead == 0))
+            )
         m.d.comb += [
             taken.eq(self.beats.valid & self.beats.ready),
             lanes_taken.eq(taken & ~beat.denominator),
@@ -94,42 +102,69 @@ class Finish(wiring.Component):
 
         # What travels beside the lanes. A denominator leaves the pipeline once it is normalised.
         valid = Signal(stages)  # bit k: stage k holds something
+        scaled = Signal(stages)  # with an output scale
+        scale_valid = Signal(ScaleLane.latency_cycles)
         dividing = Signal(normal)
-        first = Signal(normal - 1)
-        forms = [Signal(OutputForm, name=f"form_{k}", reset_less=True) for k in range(stages - 1)]
+        first = Signal(stages + Unpack.latency_cycles - 1)
+        forms = [
+            Signal(OutputForm, name=f"form_{k}", reset_less=True)
+            for k in range(stages + ScaleLane.latency_cycles - 1)
+        ]
         nan = Signal(normal, reset_less=True)
         step = Cat(taken, valid[: normal - 1], valid[normal - 1] & ~dividing[-1], valid[normal : stages - 1])
+        scale_step = Cat(valid[-1] & scaled[-1], scale_valid[:-1])
         m.d.sync += [
             valid.eq(step),
+            scaled.eq(Cat(lanes_taken & has_scale, scaled)),
+            scale_valid.eq(scale_step),
             dividing.eq(Cat(beat.denominator, dividing)),
             first.eq(Cat(first_taken, first)),
             nan.eq(Cat(beat.lanes[0].flags[0], nan)),
         ]
         for k, form in enumerate(forms):
-            with m.If(step[k]):
+            with m.If(Cat(step, scale_step)[k]):
                 m.d.sync += form.eq(forms[k - 1] if k else beat.form)
+        with m.If(lanes_taken & has_scale):
+            m.d.sync += ahead.eq(ScaleLane.latency_cycles)
+        with m.Elif(ahead != 0):
+            m.d.sync += ahead.eq(ahead - 1)
+
+        # The scale of the lanes that come to be multiplied: another query's first lanes are not so near.
+        assert len(first) < Reciprocal.interval_cycles
+        output_scale = Signal(32, reset_less=True)
+        m.submodules.scale = scale = Unpack()
+        with m.If(first_taken):
+            m.d.sync += output_scale.eq(beat.output_scale)
+        m.d.comb += [scale.code.eq(output_scale), scale.step.eq(first[stages - 1 :])]
 
         divisor = Signal(Divisor, reset_less=True)
         lanes = []
         for k in range(self.finish_lanes):
             m.submodules[f"lane_{k}"] = lane = FinishLane()
+            m.submodules[f"scale_{k}"] = scaling = ScaleLane()
+            early, late = normal + FinishLane.multiply_cycles, stages - 2
             m.d.comb += [
                 lane.step.eq(step),
                 lane.lane.eq(beat.lanes[k]),
                 lane.divisor.eq(divisor),
-                lane.early_form.eq(forms[normal + FinishLane.multiply_cycles]),
-                lane.late_form.eq(forms[stages - 2]),
-                queue.i.payload[k].eq(lane.code),
+                lane.early_form.eq(Mux(scaled[early], OutputForm.FP32, forms[early])),
+                lane.late_form.eq(Mux(scaled[late], OutputForm.FP32, forms[late])),
+                scaling.step.eq(scale_step),
+                scaling.code.eq(lane.code),
+                scaling.scale.eq(scale.o),
+                scaling.early_form.eq(forms[stages + ScaleLane.convert_stage]),
+                scaling.late_form.eq(forms[stages + ScaleLane.latency_cycles - 2]),
+                queue.i.payload[k].eq(Mux(scale_valid[-1], scaling.scaled, lane.code)),
             ]
             lanes.append(lane)
-        m.d.comb += queue.i.valid.eq(valid[-1])
+        m.d.comb += queue.i.valid.eq((valid[-1] & ~scaled[-1]) | scale_valid[-1])
         wiring.connect(m, queue.o, wiring.flipped(self.codes))
 
         written = Signal(_Waiting)
         read = Signal(_Waiting)
         under_way = Signal(_Waiting, reset_less=True)
         load = Signal()
-        use = first[-1]
+        use = first[normal - 2]
         m.d.comb += [
             written.significand.eq(lanes[0].significand),
             written.top.eq(lanes[0].top),

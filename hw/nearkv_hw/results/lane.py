@@ -99,7 +99,7 @@ class FinishLane(wiring.Component):
         with m.Elif((flags & infinities).any()):
             m.d.comb += [outcome.eq(Outcome.INFINITY), negative.eq((flags & LANE_NEGATIVE_INFINITY).any())]
         with m.Elif(~self.divisor.some | ~normalise.significand[-1]):
-            m.d.comb += outcome.eq(Outcome.ZERO)
+            m.d.comb += [outcome.eq(Outcome.ZERO), negative.eq(0)]
         with m.Else():
             m.d.comb += outcome.eq(Outcome.NUMBER)
         for k in range(self.multiply_cycles):

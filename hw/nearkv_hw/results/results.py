@@ -56,7 +56,7 @@ class Results(wiring.Component):
 
     @property
     def end_cycles(self):
-        """Cycles from a pass's END beat to `done`, without the fabric's share."""
+        """Cycles from a pass's END beat to `done`, without the fabric's share; more with an output scale."""
         # The way of the last lanes, which go one cycle ahead of END and wait one in a buffer.
         finish = Finish.latency_cycles + Writer.latency_cycles + Writer.done_cycles
         return merge_cycles(self.units) + finish

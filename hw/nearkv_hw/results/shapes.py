@@ -42,6 +42,7 @@ def finish_beat(finish_lanes):
             "denominator": unsigned(1),
             "first": unsigned(1),  # the first lanes of a query
             "form": OutputForm,
+            "output_scale": unsigned(32),  # float32 bits, zero for none; the same for all of a pass
             "lanes": data.ArrayLayout(LanePartial, finish_lanes),
         }
     )

@@ -64,14 +64,12 @@ class ModelPort:
         if self.features & ~FEATURES:
             raise ValueError(f"features={self.features!r}: the model has {FEATURES!r}")
         self.kernel, attend = choose(kernel, report)
+        self._attend = attend
         self._link_lines = 0
         self._fence_cycles = timing.read_cycles(config)
         self._link_cycles = lru_cache(_COUNTS_KEPT)(partial(timing.link_cycles, config))
-        self._counters = Counters(config)
-        self._engine: Engine | None = Engine(config, self._counters, attend, self.features)
-        self._windows = [
-            CommandWindow(config, a, self.features, self._counters) for a in range(config.apertures)
-        ]
+        self._engine: Engine | None = None
+        self.reset()
 
     def run(self, program: Program) -> list[ReadResult]:
         """Carry out a program; DeviceTimeout when a poll ends in vain, ValueError for a misaligned address.
@@ -114,6 +112,15 @@ class ModelPort:
     def recorded(self) -> NoReturn:
         """RuntimeError, for nothing was recorded."""
         raise RuntimeError("nothing is recorded: the model has no cycle in which something happens")
+
+    def reset(self) -> None:
+        """Start anew, as a device does: memory, owners, rings and counters are as on the first day."""
+        config = self.config
+        self._counters = Counters(config)
+        self._engine = Engine(config, self._counters, self._attend, self.features)
+        self._windows = [
+            CommandWindow(config, a, self.features, self._counters) for a in range(config.apertures)
+        ]
 
     def close(self) -> None:
         """End the device; its memory is lost. A second call does nothing."""

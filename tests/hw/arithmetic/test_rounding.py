@@ -46,7 +46,7 @@ def expected(case):
     if outcome is Outcome.INFINITY:
         return negative << exponent_bits + fraction_bits | ((1 << exponent_bits) - 1) << fraction_bits
     if outcome is Outcome.ZERO:
-        return 0
+        return negative << exponent_bits + fraction_bits
     return code_of(form, negative, product * Fraction(2) ** (exponent - 61))
 
 

@@ -7,7 +7,7 @@ from attention_golden import scaled
 from nearkv_hw.abi.formats import ELEMENT_FORMATS, LUT_SCALES, SCALE_FORMATS, Special
 from nearkv_hw.abi.formats import Decoded as FormatCode
 from nearkv_hw.arithmetic.decode import CODE_SIGNIFICAND_BITS
-from nearkv_hw.arithmetic.scale import SIGNIFICAND_BITS, Decoded, Element, Scaler
+from nearkv_hw.arithmetic.scale import ELEMENT_BIAS, SIGNIFICAND_BITS, Decoded, Element, Scaler
 from nearkv_sim.cocotb.runner import run
 from nearkv_sim.cocotb.streams import random, start
 from pipe_bench import through
@@ -70,5 +70,5 @@ async def multiplies_exactly(dut):
         assert significand >> SIGNIFICAND_BITS - 1 == 1
         shift = SIGNIFICAND_BITS - expected.significand.bit_length()
         assert significand == (expected.significand << shift if shift > 0 else expected.significand >> -shift)
-        assert exponent == expected.exponent + expected.significand.bit_length() - 1
+        assert exponent - ELEMENT_BIAS == expected.exponent + expected.significand.bit_length() - 1
     assert len(met) == 4

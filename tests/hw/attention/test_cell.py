@@ -7,10 +7,9 @@ from amaranth.hdl import signed
 from attention_golden import merge, term
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi.numerics import LIMB_BITS
-from nearkv_hw.arithmetic.binned import HELD_TOP_BITS, empty_top
-from nearkv_hw.arithmetic.scale import Element
+from nearkv_hw.arithmetic.scale import ELEMENT_BIAS, Element
 from nearkv_hw.arithmetic.weight import Weight
-from nearkv_hw.attention.cell import DOT_BINS, Cell
+from nearkv_hw.attention.cell import DOT_BIN_BIAS, DOT_BINS, SUM_BIN_BIAS, Cell
 from nearkv_sim.cocotb.payload import pack, unpack
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import random, start, value
@@ -95,7 +94,8 @@ async def multiplies_and_sums_in_both_modes(dut):
             dut.drop.value = following["drop"]
         now = at(cycle)
         if now:
-            dut.element.value = dut.query.value = pack(Element, now["element"])
+            biased = {**now["element"], "exponent": now["element"]["exponent"] + ELEMENT_BIAS}
+            dut.element.value = dut.query.value = pack(Element, biased)
             dut.query_negative.value = now["query_negative"]
             dut.query_address.value = now["query"]
             dut.query_write.value = int(now["kind"] == "load")
@@ -108,7 +108,7 @@ async def multiplies_and_sums_in_both_modes(dut):
         if select:
             dut.select_value.value = int(select["kind"] == "value")
             if select.get("term"):
-                dut.line_top.value = min(select["term"][0] + select["above"] + 16, 31)
+                dut.line_top.value = min(select["term"][0] + select["above"] + DOT_BIN_BIAS, 31)
         limb = at(cycle - Cell.limb_cycles)
         dut.limb_add.value = int(bool(limb) and limb["kind"] == "value")
         if limb:
@@ -116,11 +116,11 @@ async def multiplies_and_sums_in_both_modes(dut):
             dut.negative.value = limb["negative"]
         await edge
         if top and top["kind"] == "score":
-            expected = 1 << top["term"][0] + 16 - DOT_BINS.start if top["term"] else 0
+            expected = 1 << top["term"][0] + DOT_BIN_BIAS - DOT_BINS.start if top["term"] else 0
             assert value(dut.bins) == expected
         if top and top["kind"] == "value" and not top["first"]:
-            held = unpack(signed(HELD_TOP_BITS), value(dut.held_top))
-            assert held == (top["before"][0] if top["before"] else empty_top(HELD_TOP_BITS))
+            expected = top["before"][0] + SUM_BIN_BIAS if top["before"] else 0
+            assert value(dut.held_top) == expected
         if limb and limb["kind"] == "score":
             got = value(dut.high), value(dut.low)
             if limb["term"] is None:

@@ -171,7 +171,7 @@ class Reference:
             return Status.BAD_FLAGS
         if not attends:
             return Status.OK
-        if head["output_scale"] or any(more[name] for name in more if name not in HAD):
+        if any(more[name] for name in more if name not in HAD):
             return Status.BAD_FLAGS
         options = more["options"]
         positioned = (
@@ -313,6 +313,7 @@ class Reference:
                 "queries": heads,
                 "value_dim": job["value_dim"],
                 "form": int(form),
+                "output_scale": job["output_scale"],
                 "line": job["result"] // 64 + first * ResultLayout(job["value_dim"], form).lines,
                 "fault": int(not lists),
             }

@@ -42,7 +42,6 @@ BAD_FIELDS = [
     (Status.BAD_OPCODE, {"opcode": 3, "flags": 0xFFFF}),
     (Status.BAD_FLAGS, {"flags": 1 << 2}),
     (Status.BAD_FLAGS, {"flags": 1 << 15, "group": 0}),
-    (Status.BAD_FLAGS, {"output_scale": 0x3F800000}),
     (Status.BAD_GEOMETRY, {"head_dim": 0, "k_format": 9}),
     (Status.BAD_GEOMETRY, {"value_dim": 0}),
     (Status.BAD_GEOMETRY, {"group": 0}),

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.rtl
 
 MEMORY_READ_CYCLES = 48
 """A read of one line by the walker with a memory latency of 40: through the fabric and back."""
-OWN_CYCLES = 25
+OWN_CYCLES = 28
 """From the doorbell to the first page at a unit, beside the memory reads of a table that is not on chip."""
 
 

@@ -6,6 +6,7 @@ import pytest
 from contract_cases import seed_of_run
 from nearkv_hw.abi import Status, configure
 from nearkv_hw.features import FEATURES
+from nearkv_sim.cocotb.port import CocotbPort
 from nearkv_sim.model import ModelPort
 from nearkv_sim.rtl import RtlPort
 from variant_jobs import Bench, random_job
@@ -15,11 +16,11 @@ pytestmark = pytest.mark.rtl
 JOBS = 60
 
 
-def run_jobs(count, name):
+def run_jobs(count, name, open_rtl=RtlPort):
     """So many random jobs that the RTL has features for, and those it meets until then."""
     seed = seed_of_run()
     config = configure("small", capacity_bytes=512 << 20)
-    with closing(RtlPort(config)) as rtl, closing(ModelPort(config, features=FEATURES)) as model:
+    with closing(open_rtl(config)) as rtl, closing(ModelPort(config, features=FEATURES)) as model:
         devices = [Bench(port, partly=True) for port in (model, rtl)]
         taken = index = 0
         while taken < count:
@@ -38,3 +39,9 @@ def test_random_jobs():
 @pytest.mark.slow
 def test_many_random_jobs():
     run_jobs(2000, "many")
+
+
+@pytest.mark.slow
+def test_random_jobs_under_cocotb():
+    """The same in a simulator of its own, every stream shaken and checked."""
+    run_jobs(JOBS, "cocotb", CocotbPort)

@@ -59,8 +59,11 @@ def round_number(negative, significand, exponent, form):
     return sign | min(units + ((field - 1) << fraction_bits), infinity)
 
 
-def finish_lane(state, flags, denominator, nan, form):
-    """A lane's output code."""
+def finish_lane(state, flags, denominator, nan, form, output_scale=0):
+    """A lane's output code; `output_scale` is float32 bits, 0 for none."""
+    if output_scale:
+        code = finish_lane(state, flags, denominator, nan, OutputForm.FP32)
+        return convert(multiply(code, output_scale), form)
     exponent_bits, fraction_bits, nan_code = FORMATS[form]
     if nan or flags & NAN or (flags & POSITIVE and flags & NEGATIVE):
         return nan_code
@@ -80,13 +83,48 @@ def finish_lane(state, flags, denominator, nan, form):
     return round_number(int(value < 0), a * ((1 << 61) // divisor), xa - xl - 61, form)
 
 
+def multiply(code, scale):
+    """The fp32 code of the product of two: one IEEE multiplication."""
+    first, second = parts(code), parts(scale)
+    negative = first[0] ^ second[0]
+    sizes = {first[1], second[1]}
+    if "nan" in sizes or sizes == {"infinity", 0}:
+        return FORMATS[OutputForm.FP32][2]
+    if "infinity" in sizes:
+        return negative << 31 | 0x7F800000
+    if 0 in sizes:
+        return negative << 31
+    return round_number(negative, first[1] * second[1], first[2] + second[2], OutputForm.FP32)
+
+
+def convert(code, form):
+    """An fp32 code in another format."""
+    exponent_bits, fraction_bits, nan_code = FORMATS[form]
+    negative, size, exponent = parts(code)
+    sign = negative << exponent_bits + fraction_bits
+    if size == "nan":
+        return nan_code
+    if size == "infinity":
+        return sign | ((1 << exponent_bits) - 1) << fraction_bits
+    return round_number(negative, size, exponent, form) if size else sign
+
+
+def parts(code):
+    """Sign, significand (or "nan" or "infinity") and exponent of an fp32 code."""
+    field, fraction = code >> 23 & 0xFF, code & 0x7FFFFF
+    size = fraction | (field > 0) << 23
+    if field == 0xFF:
+        size = "nan" if fraction else "infinity"
+    return code >> 31, size, max(field, 1) - 150
+
+
 def denominator_line(state, nan):
     """The 64 bytes of a denominator line."""
     top, high, low = state or (TOP_NONE, 0, 0)
     return DENOMINATOR.pack_bytes(top=top, high=high, low=low, flags=int(nan))
 
 
-def query_lines(lanes, denominator, nan, form):
+def query_lines(lanes, denominator, nan, form, output_scale=0):
     """The lines of one query head's result: `lanes` is a list of (state, flags)."""
     layout = ResultLayout(len(lanes), form)
     if form is OutputForm.PARTIAL:
@@ -98,7 +136,7 @@ def query_lines(lanes, denominator, nan, form):
             bytes(flags for _, flags in lanes),
         ]
     else:
-        codes = [finish_lane(state, flags, denominator, nan, form) for state, flags in lanes]
+        codes = [finish_lane(*lane, denominator, nan, form, output_scale) for lane in lanes]
         planes = [b"".join(code.to_bytes(form.lane_bytes, "little") for code in codes)]
     content = b""
     for plane, lines in zip(planes, layout.planes, strict=True):

@@ -44,6 +44,17 @@ def random_state(rng, around=0, bits=50):
     return top, random_limb(rng, bits), random_limb(rng, bits)
 
 
+def random_scale(rng):
+    """float32 bits of an output scale: any number, most of them near 1, and all specials."""
+    kind = rng.random()
+    if kind < 0.2:
+        return rng.choice(
+            (0x80000000, 1, 0x80000003, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F7FFFFF, 0x3F800000)
+        )
+    field = rng.randrange(256) if kind < 0.4 else rng.randrange(117, 138)
+    return rng.getrandbits(1) << 31 | field << 23 | rng.getrandbits(23) or 1
+
+
 def random_denominator(rng, around=0):
     """A denominator's state as weights make it: positive, at least one in the high limb; sometimes empty."""
     if rng.random() < 0.1:
@@ -88,7 +99,8 @@ class Pass:
                     flags |= channel[q][j][1]
                 lanes.append((state, flags))
             first = self.job["line"] + q * merged_lines
-            for k, line in enumerate(query_lines(lanes, denominator, nan, form)):
+            lines = query_lines(lanes, denominator, nan, form, self.job["output_scale"])
+            for k, line in enumerate(lines):
                 self.writes[first + k] = line
         if self.job["fault"]:
             self.writes = {}
@@ -118,7 +130,9 @@ class Pass:
         return beats
 
 
-def random_pass(rng, channels, *, form=None, queries=None, value_dim=None, line=0, fault=None, errors=0.1):
+def random_pass(
+    rng, channels, *, form=None, queries=None, value_dim=None, line=0, fault=None, errors=0.1, scale=None
+):
     """A pass with everything left open chosen at random."""
     form = rng.choice(list(OutputForm)) if form is None else form
     queries = rng.choice((1, 2, 3, 4, 8)) if queries is None else queries
@@ -153,6 +167,7 @@ def random_pass(rng, channels, *, form=None, queries=None, value_dim=None, line=
         "queries": queries,
         "value_dim": value_dim,
         "form": int(form),
+        "output_scale": rng.choice((0, 0, random_scale(rng))) if scale is None else scale,
         "line": line,
         "fault": int(rng.random() < 0.1) if fault is None else int(fault),
     }

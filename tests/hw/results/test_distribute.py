@@ -76,7 +76,7 @@ async def sorts_beats(dut, slow):
                 expected["partials"].append(lanes)
             if form != OutputForm.PARTIAL:
                 first = None if denominator else int(position % per_query == 0)
-                expected["finish"].append((int(denominator), first, form, lanes))
+                expected["finish"].append((int(denominator), first, form, item.job["output_scale"], lanes))
             position += not denominator
     for name, items in expected.items():
         received = await sinks[name].receive(len(items))
@@ -86,6 +86,7 @@ async def sorts_beats(dut, slow):
                     beat["denominator"],
                     None if beat["denominator"] else beat["first"],
                     beat["form"],
+                    beat["output_scale"],
                     beat["lanes"],
                 )
                 for beat in received

@@ -16,11 +16,19 @@ from amaranth.lib import data
 from nearkv_hw.abi.formats import OutputForm
 from nearkv_hw.arithmetic.reciprocal import Reciprocal
 from nearkv_hw.results.finish import Finish
+from nearkv_hw.results.scaling import ScaleLane
 from nearkv_hw.results.shapes import finish_beat
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
 from results_golden import FORMATS, W, finish_lane
-from results_stimulus import FINISHED, lane_fields, random_denominator, random_limb, random_state
+from results_stimulus import (
+    FINISHED,
+    lane_fields,
+    random_denominator,
+    random_limb,
+    random_scale,
+    random_state,
+)
 
 LANES = 2
 
@@ -30,6 +38,7 @@ def test_finish():
     component = Finish(finish_lanes=LANES)
     given = {
         "latency": component.latency_cycles,
+        "scaled_latency": component.scaled_latency_cycles,
         "denominator": component.denominator_cycles,
         "interval": Reciprocal.interval_cycles,
     }
@@ -44,23 +53,26 @@ def test_parameters_are_checked():
 class Query:
     """One query: its denominator, its lanes, and the codes that must come out."""
 
-    def __init__(self, form, denominator, nan, lanes):
+    def __init__(self, form, denominator, nan, lanes, scale=0):
         self.form = form
         self.denominator = denominator
         self.nan = nan
+        self.scale = scale
         self.lanes = lanes + [(None, 0)] * (-len(lanes) % LANES)
 
     def beats(self, rng):
         state = lane_fields(self.denominator, self.nan, rng)
         noise = lane_fields(random_state(rng), 7, rng)
-        beats = [{"denominator": 1, "form": int(self.form), "lanes": [state] + [noise] * (LANES - 1)}]
+        job = {"form": int(self.form), "output_scale": self.scale}
+        beats = [{**job, "denominator": 1, "lanes": [state] + [noise] * (LANES - 1)}]
         for at in range(0, len(self.lanes), LANES):
             lanes = [lane_fields(*lane, rng) for lane in self.lanes[at : at + LANES]]
-            beats.append({"denominator": 0, "first": int(at == 0), "form": int(self.form), "lanes": lanes})
+            beats.append({**job, "denominator": 0, "first": int(at == 0), "lanes": lanes})
         return beats
 
     def codes(self):
-        codes = [finish_lane(*lane, self.denominator, self.nan, self.form) for lane in self.lanes]
+        query = (self.denominator, self.nan, self.form, self.scale)
+        codes = [finish_lane(*lane, *query) for lane in self.lanes]
         return [codes[at : at + LANES] for at in range(0, len(codes), LANES)]
 
 
@@ -83,7 +95,7 @@ async def check(dut, queries, name, *, idle=0.0, backpressure=0.0):
     for query in queries:
         for expected in query.codes():
             (codes,) = await sink.receive()
-            assert codes == expected, (query.form, query.denominator, query.lanes)
+            assert codes == expected, (query.form, query.denominator, query.scale, query.lanes)
     return source, sink
 
 
@@ -96,7 +108,7 @@ def limbs(value, rng):
 
 @cocotb.test()
 async def random_quotients(dut):
-    """All formats, random states and flags, idle and backpressure."""
+    """All formats, random states, flags and output scales, idle and backpressure."""
     await start(dut)
     rng = random("quotients")
     queries = []
@@ -107,7 +119,8 @@ async def random_quotients(dut):
             for _ in range(rng.choice((1, 2, 5, 16)))
         ]
         denominator = random_denominator(rng, around)
-        queries.append(Query(rng.choice(FINISHED), denominator, int(rng.random() < 0.05), lanes))
+        scale = rng.choice((0, random_scale(rng)))
+        queries.append(Query(rng.choice(FINISHED), denominator, int(rng.random() < 0.05), lanes, scale))
     await check(dut, queries, "quotients", idle=0.2, backpressure=0.3)
 
 
@@ -180,7 +193,8 @@ async def cancellation(dut):
 
 @cocotb.test()
 async def flags(dut):
-    """Every combination of lane flags, query flag, empty denominator and empty sum, in every format."""
+    """Every combination of lane flags, query flag, empty denominator, empty sum and kind of output scale, in
+    every format."""
     await start(dut)
     rng = random("flags")
     queries = []
@@ -192,7 +206,8 @@ async def flags(dut):
                     for state in (None, (3, 4, -5), (3, -4, 5), (3, 1, -(1 << W)))
                     for lane_flags in range(8)
                 ]
-                queries.append(Query(form, denominator, nan, lanes))
+                for scale in (0, 0xBFC00000, 0x80000000, 0x7F800000, 0x7FC00000):
+                    queries.append(Query(form, denominator, nan, lanes, scale))
     rng.shuffle(queries)
     await check(dut, queries, "flags", idle=0.1)
 
@@ -240,7 +255,8 @@ async def denominators_without_lanes(dut):
 
 @cocotb.test()
 async def keeps_its_time(dut):
-    """First lanes, latency, a beat per cycle; queries of one beat come at the divider's pace."""
+    """First lanes, latency, a beat per cycle, with and without an output scale; queries of one beat come at
+    the divider's pace."""
     await start(dut)
     rng = random("time")
     long = Query(OutputForm.FP32, (0, 77, 5), 0, [(random_state(rng), 0) for _ in range(80)])
@@ -254,6 +270,19 @@ async def keeps_its_time(dut):
 
     short = [Query(OutputForm.FP16, (0, 9, 5), 0, [((0, 3, 1), 0)]) for _ in range(6)]
     parts = [query.beats(rng) for query in short]
+    scaled = Query(OutputForm.BF16, (0, 77, 5), 0, [(random_state(rng), 0) for _ in range(80)], 0x40490FDB)
+    source.cycles.clear()
+    sink.cycles.clear()
+    # Behind them come lanes without a scale, which must not overtake them.
+    (first, *scaled_lanes), (second, *lanes) = scaled.beats(rng), long.beats(rng)
+    source.send([first, second, *scaled_lanes, *lanes])
+    await sink.receive(80)
+    lanes = source.cycles[2:42]
+    assert lanes == list(range(lanes[0], lanes[0] + 40))
+    assert sink.cycles[:40] == [taken + parameters()["scaled_latency"] for taken in lanes]
+    assert source.cycles[42] - lanes[-1] == ScaleLane.latency_cycles + 1
+    assert sink.cycles[40:] == [taken + parameters()["latency"] for taken in source.cycles[42:]]
+
     source.cycles.clear()
     source.send([part[0] for part in parts] + [part[1] for part in parts])
     await sink.receive(6)

@@ -2,10 +2,10 @@
 """The results side as a whole: what the units send ends in memory, bit for bit as the contract says.
 
 Proved here for 1, 2, 4 and 16 units, under random idle and backpressure on every interface: random passes of
-every output form, query count and odd value dimension, with flags, empty sums, cancellation and far
-exponents, end in memory as the golden model has them and nowhere else; each is reported once, in order, after
-its last write was answered, with the right status, page and lines (refused writes and faults included).
-Without idle or backpressure the promised latency and throughput are kept.
+every output form, query count and odd value dimension, with and without an output scale, with flags, empty
+sums, cancellation and far exponents, end in memory as the golden model has them and nowhere else; each is
+reported once, in order, after its last write was answered, with the right status, page and lines (refused
+writes and faults included). Without idle or backpressure the promised latency and throughput are kept.
 """
 
 import cocotb
@@ -16,9 +16,10 @@ from nearkv_hw.abi.memory import ResultLayout
 from nearkv_hw.interfaces import Fault, PassDone, ResultJob, partial_beat
 from nearkv_hw.results.finish import Finish
 from nearkv_hw.results.results import Results
+from nearkv_hw.results.scaling import ScaleLane
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, random, start
-from results_stimulus import WriteFabric, random_pass
+from results_stimulus import WriteFabric, random_pass, random_scale
 
 
 @pytest.mark.rtl
@@ -146,31 +147,36 @@ async def refused_writes_and_faults(dut):
 
 @cocotb.test()
 @cocotb.parametrize(form=list(OutputForm))
-async def last_beat_to_done(dut, form):
+@cocotb.parametrize(scaled=[False, True])
+async def last_beat_to_done(dut, form, scaled):
     """One query of 128 lanes: END to done takes what `end_cycles` says besides the fabric's latency."""
     await start(dut)
+    scale = random_scale(random("scale")) if scaled else 0
+    end_cycles = parameters()["end_cycles"] + scaled * ScaleLane.latency_cycles
     latency = 5
     bench = Bench(
         dut,
-        make_passes("end", 1, queries=1, value_dim=128, form=form, fault=False),
+        make_passes("end", 1, queries=1, value_dim=128, form=form, fault=False, scale=scale),
         "end",
         latency=(latency, latency),
     )
     await bench.finished()
     taken = bench.done.cycles[-1] - bench.sources[0].cycles[-1] - latency
     if form is OutputForm.PARTIAL:
-        assert taken <= parameters()["end_cycles"]
+        assert taken <= end_cycles
     else:
-        assert taken == parameters()["end_cycles"]
+        assert taken == end_cycles
 
 
 @cocotb.test()
-async def one_beat_per_cycle(dut):
+@cocotb.parametrize(scaled=[False, True])
+async def one_beat_per_cycle(dut, scaled):
     """Four queries of 256 lanes: no pause but for the first reciprocal, and a few cycles between passes."""
     await start(dut)
+    scale = random_scale(random("scale")) if scaled else 0
     bench = Bench(
         dut,
-        make_passes("rate", 3, queries=4, value_dim=256, form=OutputForm.FP32, fault=False),
+        make_passes("rate", 3, queries=4, value_dim=256, form=OutputForm.FP32, fault=False, scale=scale),
         "rate",
         latency=(40, 40),
     )

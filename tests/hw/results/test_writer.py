@@ -85,7 +85,7 @@ class Bench:
         """Queue one pass; `refuse` of its lines are refused by the fabric."""
         rng, tenant = self.rng, self.rng.randrange(8)
         job = {"tenant": tenant, "queries": queries, "value_dim": value_dim, "form": int(form)}
-        self.jobs.send([{**job, "line": self.line, "fault": fault}])
+        self.jobs.send([{**job, "line": self.line, "output_scale": rng.getrandbits(32), "fault": fault}])
         writes = {}
         for q in range(0 if fault else queries):
             denominator, nan = random_denominator(rng), rng.getrandbits(1)

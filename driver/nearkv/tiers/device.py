@@ -1,0 +1,179 @@
+"""The tier on a nearkv device: rows in a KV cache, in whatever order they came, and partials by its units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nearkv.reference import Partial
+from nearkv.rows import Context
+from nearkv.sequences import Sequence
+
+from .tier import Asked, Geometry, Key, Positions, Tier
+
+if TYPE_CHECKING:
+    from nearkv.cache import KVCache
+    from nearkv.device import Device
+
+_REBUILD_SHARE = 0.5
+"""Of places without a row, from which a sequence is written anew."""
+
+
+class DeviceTier(Tier):
+    """Rows on a device, and attention where they are.
+
+    A row that goes leaves its place empty, which no call sees; a sequence with too many of those is written
+    anew, and one whose last rows go is cropped.
+
+    Parameters
+    ----------
+    device : an open device.
+    name, capacity_bytes : as `Tier` has them.
+    page_rows, tenant : of the cache that is made there.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        name: str = "device",
+        *,
+        capacity_bytes: int | None = None,
+        page_rows: int = 16,
+        tenant: int = 0,
+    ) -> None:
+        super().__init__(name, capacity_bytes)
+        self._device = device
+        self._page_rows = page_rows
+        self._tenant = tenant
+        self._handles: dict[Key, Sequence] = {}
+        self._positions: dict[Key, Positions] = {}
+        self._rows = 0
+
+    def open(self, geometry: Geometry) -> None:
+        """See `Tier.open`: the cache is made."""
+        super().open(geometry)
+        form = geometry.form
+        latent = form.v is None
+        self.cache: KVCache = self._device.kv_cache(
+            layers=1,
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+            value_dim=geometry.value_dim,
+            dtype=form.k,
+            value_dtype=form.v,
+            latent=latent,
+            page_rows=self._page_rows,
+            tenant=self._tenant,
+        )
+
+    def positions(self, key: Key) -> Positions:
+        """See `Tier.positions`."""
+        return self._positions.get(key, np.empty(0, np.int64))
+
+    def put(self, key: Key, rows: Context, positions: Positions) -> None:
+        """See `Tier.put`: rows travel with the next call."""
+        if not len(positions):
+            return
+        self.cache.append_async(
+            self._handle(key), layer=0, k=rows.k, v=rows.v, k_scales=rows.k_scales, v_scales=rows.v_scales
+        )
+        self._positions[key] = np.concatenate([self.positions(key), positions])
+        self._rows += len(positions)
+        self.bytes_in += len(positions) * self.geometry.row_bytes
+
+    def get(self, key: Key, positions: Positions) -> Context:
+        """See `Tier.get`."""
+        places = torch.from_numpy(self._places(key, positions))
+        k, v = self.cache.read_codes(self._handle(key), layer=0)
+        pick = [None if area is None else area[places] for area in (k.codes, k.scales)]
+        pick += [None, None] if v is None else [None if a is None else a[places] for a in (v.codes, v.scales)]
+        codes, k_scales, v_codes, v_scales = pick
+        assert codes is not None
+        return Context(codes, v_codes, k_scales, v_scales)
+
+    def remove(self, key: Key, positions: Positions) -> None:
+        """See `Tier.remove`."""
+        held = self._positions[key]
+        held[self._places(key, positions)] = -1
+        self._rows -= len(positions)
+        self.bytes_out += len(positions) * self.geometry.row_bytes
+        alive = np.flatnonzero(held >= 0)
+        if not len(alive):
+            self.drop(key)
+            return
+        kept = int(alive[-1]) + 1
+        if kept < len(held):
+            self.cache.crop(self._handle(key), kept)
+            self._positions[key] = held = held[:kept]
+        if len(alive) < _REBUILD_SHARE * len(held):
+            self._rebuild(key, held[alive])
+
+    def copy(self, key: Key, sequence: int) -> None:
+        """See `Tier.copy`: pages are shared."""
+        if key in self._positions:
+            fork = self.cache.fork(self._handle(key))
+            self._handles[sequence, key[1]] = fork
+            self._positions[sequence, key[1]] = self._positions[key].copy()
+            self._rows += int((self._positions[key] >= 0).sum())
+
+    def drop(self, key: Key) -> None:
+        """See `Tier.drop`."""
+        if key in self._positions:
+            self._rows -= int((self._positions.pop(key) >= 0).sum())
+        if key in self._handles:
+            self.cache.free(self._handles.pop(key))
+
+    def partial(self, layer: int, sequences: Many[int], asked: Asked) -> Partial:
+        """See `Tier.partial`."""
+        keys = [(sequence, layer) for sequence in sequences]
+        own = [self.positions(key) for key in keys]
+        seen = np.zeros((*asked.seen.shape[:2], max(map(len, own))), np.bool_)
+        for index, positions in enumerate(own):
+            shown = asked.seen[index][:, np.maximum(positions, 0)] & (positions >= 0)
+            seen[index, :, : len(positions)] = shown
+        # a query row each, since the device would have several of them stand last in its own order
+        query_rows = asked.q.shape[1]
+        result = self.cache.attend(
+            [self._handle(key) for key in keys for _ in range(query_rows)],
+            layer=0,
+            q=asked.q.cpu().flatten(0, 1),
+            scale=asked.scale,
+            softcap=asked.softcap,
+            sinks=asked.sinks,
+            visible=torch.from_numpy(seen.reshape(-1, seen.shape[2])),
+            partial=True,
+        )
+        return result.reshaped(asked.q.shape[:2])
+
+    @property
+    def rows(self) -> int:
+        """See `Tier.rows`."""
+        return self._rows
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        self.cache.close()
+        self._handles, self._positions, self._rows = {}, {}, 0
+
+    def _handle(self, key: Key) -> Sequence:
+        """The sequence of the device's cache; every sequence and layer has one of its own."""
+        if key not in self._handles:
+            self._handles[key] = self.cache.sequence()
+        return self._handles[key]
+
+    def _places(self, key: Key, positions: Positions) -> npt.NDArray[np.int64]:
+        held = self._positions[key]
+        order = np.argsort(held, kind="stable")
+        found: npt.NDArray[np.int64] = order[np.searchsorted(held, positions, sorter=order)]
+        return found
+
+    def _rebuild(self, key: Key, positions: Positions) -> None:
+        """Write a sequence anew, with these rows alone."""
+        rows, before = self.get(key, positions), self.bytes_in
+        self.drop(key)
+        self.put(key, rows, positions)
+        self.bytes_in = before

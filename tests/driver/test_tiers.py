@@ -1,0 +1,290 @@
+"""Rows in tiers: whatever policy moves what where, results have the bits of rows in one place."""
+
+import random
+import re
+
+import nearkv
+import numpy as np
+import pytest
+import torch
+from driver_cases import context, expected, same_bits, values
+from nearkv.errors import ArgumentError, ClosedError, DtypeError, ShapeError, UnknownHandleError
+from nearkv.reference import finish
+from nearkv.tiers import (
+    DeviceTier,
+    FileTier,
+    HighestMass,
+    Move,
+    NewestRows,
+    RowView,
+    TensorTier,
+    TieredCache,
+    prometheus,
+)
+
+SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "fp16"}
+
+
+def tiers_of(device, tmp_path):
+    return [TensorTier("hot"), TensorTier("warm"), DeviceTier(device, page_rows=4), FileTier(tmp_path)]
+
+
+class AnyMoves:
+    """Rows to anywhere, at random."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+
+    def moves(self, view):
+        found = []
+        for source, positions in enumerate(view.tiers):
+            some = [p for p in positions.tolist() if self.random.random() < 0.3]
+            if some:
+                target = self.random.randrange(len(view.tiers))
+                found.append(Move(source, target, np.array(some, np.int64)))
+        return found
+
+
+@pytest.mark.parametrize(
+    "dtype", ["fp16", "bf16", "int8", "q8_0", "mxfp4", pytest.param("int4", id="short rows")]
+)
+def test_the_bits_do_not_depend_on_where_rows_live(model, tmp_path, dtype):
+    """Random moves between four tiers: every result is that of a cache in one place."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float16
+    shape = {"layers": 2, "kv_heads": 2, "head_dim": 32, "dtype": dtype}
+    with (
+        model.kv_cache(**shape) as plain,
+        TieredCache(
+            tiers_of(model, tmp_path), **shape, policy=AnyMoves(seed), moves_per_call_bytes=1 << 12
+        ) as kv,
+    ):
+        pairs = [(kv.sequence(), plain.sequence()) for _ in range(3)]
+        for step in range(40):
+            layer = chance.randrange(2)
+            count = chance.choice([1, 1, 3, 20])
+            k, v = (values(count, 2, 32, seed=seed + 2 * step + i, dtype=kind) for i in range(2))
+            tiered, own = chance.choice(pairs)
+            kv.append(tiered, layer=layer, k=k, v=v)
+            plain.append(own, layer=layer, k=k, v=v)
+            if chance.random() < 0.1 and len(pairs) < 6:
+                pairs.append((kv.fork(tiered), plain.fork(own)))
+            if chance.random() < 0.1:
+                kept = chance.randrange(kv.length(tiered, layer) + 1)
+                kv.crop(tiered, kept)
+                plain.crop(own, kept)
+            batch = chance.sample(pairs, 2)
+            q = values(2, chance.choice([1, 3]), 4, 32, seed=seed + step, dtype=kind)
+            options = chance.choice(
+                [{}, {"window": 5, "kept_rows": 2}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}]
+            )
+            results = [
+                cache.attend(handles, layer=layer, q=q, scale=0.3, return_lse=True, **options)
+                for cache, handles in zip((kv, plain), zip(*batch, strict=True), strict=True)
+            ]
+            for one, other in zip(*results, strict=True):
+                assert same_bits(one, other), (step, options)
+        for tiered, own in pairs:
+            for layer in range(2):
+                if kv.length(tiered, layer):
+                    rows, wanted = kv.read(tiered, layer=layer), plain.read_codes(own, layer=layer)
+                    assert torch.equal(rows.k, wanted[0].codes)
+                    assert torch.equal(rows.v, wanted[1].codes)
+        assert sum(tier.rows for tier in kv.stats()) == sum(
+            kv.length(tiered, layer) for tiered, _ in pairs for layer in range(2)
+        )
+        assert min(tier.bytes_in for tier in kv.stats()) > 0
+
+
+def test_the_newest_rows_are_near(device):
+    """Four, eight, and the rest: a long prompt goes down at once, and a crop brings rows back up."""
+    k, v = context(40, 2, 8, 8, seed=1)
+    q = values(1, 4, 8, seed=3)
+    tiers = [TensorTier("hot"), TensorTier("warm"), DeviceTier(device, page_rows=4)]
+    with TieredCache(tiers, **SHAPE, policy=NewestRows(4, 8)) as kv:
+        s = kv.sequence()
+        kv.append(s, layer=0, k=k, v=v)
+        assert [np.sort(tier.positions((1, 0))).tolist() for tier in tiers] == [
+            [36, 37, 38, 39],
+            list(range(28, 36)),
+            list(range(28)),
+        ]
+        for more in range(20):
+            row = values(1, 2, 8, seed=more)
+            kv.append(s, layer=0, k=row, v=row)
+            k, v = torch.cat([k, row]), torch.cat([v, row])
+            assert [len(tier.positions((1, 0))) for tier in tiers] == [4, 8, 29 + more]
+        assert same_bits(kv.attend([s], layer=0, q=q, scale=0.3), expected(q, [(k, v)], scale=0.3))
+        kv.crop(s, 30)
+        kv.migrate()
+        assert [tier.rows for tier in kv.stats()] == [4, 8, 18]
+        out = kv.attend([s], layer=0, q=q, scale=0.3)
+        assert same_bits(out, expected(q, [(k[:30], v[:30])], scale=0.3))
+        kv.free(s)
+        assert [tier.rows for tier in kv.stats()] == [0, 0, 0]
+        assert tiers[2].cache.memory().pages == 0
+
+
+def test_rows_of_which_attention_makes_most_stay():
+    """Rows 3 and 11 are like the query; they stay in the first tier when others leave it."""
+    q = torch.ones(1, 1, 8).half()
+    k = torch.full((1, 1, 8), -0.5).half().repeat(20, 1, 1)
+    k[[3, 11]] = 4.0
+    tiers = [TensorTier("hot"), TensorTier("warm")]
+    with TieredCache(tiers, layers=1, kv_heads=1, head_dim=8, dtype="fp16", policy=HighestMass(20, 2)) as kv:
+        s = kv.sequence()
+        kv.append(s, layer=0, k=k, v=k)
+        kv.attend([s], layer=0, q=q)
+        kv.policy = HighestMass(4, 2)
+        kv.append(s, layer=0, k=k[:1], v=k[:1])
+        assert np.sort(tiers[0].positions((1, 0))).tolist() == [3, 11, 19, 20]
+
+
+def test_moves_wait_for_a_budget_and_never_above_a_mark():
+    """Back-pressure: what is below the mark moves a little at a time, what is above it at once."""
+    row_bytes = 2 * 2 * 8 * 2
+    rows = context(64, 2, 8, 8, seed=1)
+    for capacity, waiting in ((None, 60 - 16), (32 * row_bytes, 0)):
+        tiers = [TensorTier("hot", capacity_bytes=capacity), TensorTier("warm")]
+        policy = NewestRows(4)
+        with TieredCache(tiers, **SHAPE, policy=policy, moves_per_call_bytes=0) as kv:
+            s = kv.sequence()
+            for at in range(0, 64, 8):
+                kv.append(s, layer=0, k=rows[0][at : at + 8], v=rows[1][at : at + 8])
+            if capacity is None:
+                assert kv.waiting_rows == 60
+                assert kv.migrate(1) == 60 * row_bytes
+                assert kv.waiting_rows == 0
+            else:
+                assert kv.stats()[0].watermark <= 0.9
+            assert waiting >= 0
+
+
+def test_an_eighth_goes_when_a_tier_is_full():
+    view = RowView(32, [np.arange(16), np.arange(16, 16)], lambda tier: np.zeros(16), [True, False])
+    (move,) = NewestRows(100).moves(view)
+    assert (move.source, move.target, move.positions.tolist()) == (0, 1, [0, 1])
+    (move,) = HighestMass(100, 1).moves(view)
+    assert (move.source, move.target, len(move.positions)) == (0, 1, 2)
+
+
+def test_partials_merge_over_everything(model):
+    """Two tiered caches with half of the rows each, and their merged partials."""
+    k, v = context(20, 2, 8, 8, seed=1)
+    q, sinks = values(1, 4, 8, seed=3), torch.tensor([0.5, -1.0, 2.0, 0.0])
+    parts = []
+    for half in (slice(0, 10), slice(10, 20)):
+        with TieredCache([TensorTier("hot"), DeviceTier(model)], **SHAPE, policy=NewestRows(3)) as kv:
+            s = kv.sequence()
+            kv.append(s, layer=0, k=k[half], v=v[half])
+            own = sinks if half.start else None
+            parts.append(kv.attend([s], layer=0, q=q, scale=0.3, partial=True, sinks=own))
+    assert same_bits(finish(nearkv.merge(*parts)), expected(q, [(k, v)], scale=0.3, sinks=sinks))
+
+
+def test_latent_rows_and_other_types(model):
+    k = values(30, 1, 24, seed=1)
+    q = values(1, 4, 24, seed=3)
+    shape = {"layers": 1, "kv_heads": 1, "head_dim": 24, "value_dim": 16, "latent": True, "dtype": "fp16"}
+    with (
+        model.kv_cache(**shape) as plain,
+        TieredCache([TensorTier("hot"), DeviceTier(model)], **shape, policy=NewestRows(5)) as kv,
+    ):
+        s, own = kv.sequence(), plain.sequence()
+        kv.append(s, layer=0, k=k)
+        plain.append(own, layer=0, k=k)
+        for options in ({}, {"softcap": 5.0}, {"out_dtype": torch.bfloat16}, {"rows": (3, 28)}):
+            out = kv.attend([s], layer=0, q=q, **options)
+            assert same_bits(out, plain.attend([own], layer=0, q=q, **options))
+
+
+def test_an_empty_sequence_and_one_tier(model):
+    with TieredCache([TensorTier("hot"), DeviceTier(model)], **SHAPE, policy=NewestRows(1)) as kv:
+        one, two = kv.sequence(), kv.sequence()
+        k, v = context(5, 2, 8, 8, seed=1)
+        kv.append(two, layer=1, k=k, v=v)
+        q = values(2, 4, 8, seed=3)
+        out, lse = kv.attend([one, two], layer=1, q=q, scale=0.3, return_lse=True)
+        assert same_bits(out[1:], expected(q[1:], [(k, v)], scale=0.3))
+        assert not out[0].any()
+        assert (lse[0] == -torch.inf).all()
+
+
+def test_telemetry(model, tmp_path):
+    """Hit shares add up to one, bytes are those that moved, and Prometheus can read it."""
+    tiers = tiers_of(model, tmp_path)
+    with TieredCache(tiers, **SHAPE, policy=NewestRows(2, 4, 8)) as kv:
+        s = kv.sequence()
+        kv.append(s, layer=0, k=(rows := context(40, 2, 8, 8, seed=1))[0], v=rows[1])
+        kv.attend([s], layer=0, q=values(1, 4, 8, seed=3))
+        stats = kv.stats()
+        assert sum(tier.hit_share for tier in stats) == pytest.approx(1.0)
+        assert [tier.calls for tier in stats] == [1, 1, 1, 1]
+        assert [tier.rows for tier in stats] == [2, 4, 8, 26]
+        row = kv.geometry.row_bytes
+        assert (stats[0].bytes_in, stats[0].bytes_out) == (40 * row, 38 * row)
+        assert stats[3].to_dict()["used_bytes"] == 26 * row
+        text = kv.prometheus()
+        assert prometheus(stats) == text
+        assert 'nearkv_tier_rows{tier="file"} 26\n' in text
+        for line in text.splitlines():
+            assert re.fullmatch(
+                r'# (HELP|TYPE) nearkv_tier_\w+ .+|nearkv_tier_\w+\{tier="\w+"\} [-+.e\d]+', line
+            )
+        assert len(list(tmp_path.iterdir())) == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (
+            ShapeError,
+            r"k has shape \[3, 2, 9\], must have \[rows, 2, 8\]",
+            lambda kv, s, x: kv.append(s, layer=0, k=torch.zeros(3, 2, 9).half(), v=x),
+        ),
+        (ShapeError, "k has 3 rows and v has 2", lambda kv, s, x: kv.append(s, layer=0, k=x, v=x[:2])),
+        (
+            DtypeError,
+            "this cache holds torch.float16",
+            lambda kv, s, x: kv.append(s, layer=0, k=x.float(), v=x),
+        ),
+        (ArgumentError, "v is missing", lambda kv, s, x: kv.append(s, layer=0, k=x)),
+        (UnknownHandleError, "layers 0 to 1", lambda kv, s, x: kv.append(s, layer=2, k=x, v=x)),
+        (
+            ArgumentError,
+            "names a sequence twice",
+            lambda kv, s, x: kv.append([s, s], layer=0, k=x[None], v=x[None]),
+        ),
+        (
+            ArgumentError,
+            "rows or visible",
+            lambda kv, s, x: kv.attend([s], layer=0, q=x[:1], rows=(0, 0), visible=x),
+        ),
+        (ArgumentError, "rows=4", lambda kv, s, x: kv.crop(s, 4)),
+    ],
+)
+def test_calls_that_do_not_fit(error, message, call):
+    with TieredCache([TensorTier()], **SHAPE, policy=NewestRows()) as kv:
+        s = kv.sequence()
+        x = values(3, 2, 8, seed=1)
+        with pytest.raises(error, match=message):
+            call(kv, s, x)
+        assert kv.length(s) == 0
+        kv.free(s)
+        with pytest.raises(ClosedError, match="was freed"):
+            kv.length(s)
+
+
+def test_caches_that_are_none(model):
+    with pytest.raises(ArgumentError, match="must be one or more, of different names"):
+        TieredCache([TensorTier(), TensorTier()], **SHAPE, policy=NewestRows(1))
+    with pytest.raises(ArgumentError, match="fp8 has a scale or codebook of each head"):
+        TieredCache([TensorTier()], **SHAPE | {"dtype": "fp8"}, policy=NewestRows())
+    with TieredCache([TensorTier()], **SHAPE, policy=NewestRows(1)) as kv:
+        with pytest.raises(ArgumentError, match="1 numbers of rows for 1 tiers"):
+            kv.append(kv.sequence(), layer=0, k=(x := values(1, 2, 8, seed=1)), v=x)
+    with pytest.raises(ClosedError, match="the tiered cache is closed"):
+        kv.sequence()
