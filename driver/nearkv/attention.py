@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from nearkv_hw.abi import Feature, OutputForm
-from nearkv_hw.abi.descriptor import MAX_GROUP, MAX_QUERY_ROWS
+from nearkv_hw.abi.descriptor import MAX_CANDIDATES, MAX_GROUP, MAX_QUERY_ROWS
 from nearkv_sim.port import Operation
 
 from . import host_attention
@@ -357,9 +357,13 @@ class Call:
             self._begin = np.maximum(self._begin, np.minimum(first, own).clip(0))
         needed = Feature(0)
         needed |= Feature.RANGES if ranges is not None else Feature(0)
+        selects = self._select is not None
+        needed |= Feature.TREE_SELECTION if selects and self._tree is not None else Feature(0)
         needed |= Feature.QUERY_ROWS if self._query_rows > 1 or windowed else Feature(0)
         if needed & ~features or (ranges and max(map(len, ranges)) > _MAX_RANGES):
             return None
+        if selects:
+            self._check_candidates()
         causal = several or windowed
         window = min(self._window or 0, (1 << 24) - 1) if windowed else 0
         positioned = (causal or self._slopes is not None) and self._tree is None
@@ -374,6 +378,16 @@ class Call:
             slopes=self._slope_bits,
             select_pages=self._select or 0,
         )
+
+    def _check_candidates(self) -> None:
+        """A device selects from so many pages at most: their bounds are kept on chip."""
+        page_rows = self._held.page_rows
+        most = int((-(-self._end // page_rows) - self._begin // page_rows).max(initial=0))
+        if most > MAX_CANDIDATES:
+            raise ArgumentError(
+                f"select_pages: there are {most} pages of {page_rows} rows to select from, and a device "
+                f"selects from at most {MAX_CANDIDATES}; use a cache with larger pages (page_rows=)"
+            )
 
     def _around_released(self) -> list[list[tuple[int, int]]] | None:
         """The rows of the range that were not released: as the range where they are one run, else as runs."""

@@ -136,6 +136,7 @@ class Device(wiring.Component):
         wiring.connect(m, walker.jobs[n], unit.jobs)
         wiring.connect(m, walker.queries[n], unit.queries)
         wiring.connect(m, walker.pages[n], unit.pages)
+        wiring.connect(m, unit.bounds, walker.bounds[n])
         return unit
 
     def _results(self, m, walker, completer, units):

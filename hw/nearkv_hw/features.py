@@ -15,4 +15,5 @@ FEATURES = (
     | Feature.TREE
     | Feature.RANGES
     | Feature.OUTPUT_SCALE
+    | Feature.SELECTION
 )

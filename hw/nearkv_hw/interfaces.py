@@ -10,10 +10,10 @@ from amaranth.lib import data, enum, stream
 from amaranth.lib.wiring import In, Out, Signature
 
 from .abi import memory
-from .abi.descriptor import Status
+from .abi.descriptor import MAX_CANDIDATES, Status
 from .abi.formats import OutputForm
 from .abi.lines import LINE_BITS, LINE_BYTES
-from .abi.numerics import LIMB_BITS, MAX_ROWS, TOP_BITS
+from .abi.numerics import LIMB_BITS, MAX_ROWS, SCORE_LIMIT, TOP_BITS
 
 LINE_ADDRESS_BITS = 34
 """Line addresses of a device of at most 1 TiB."""
@@ -26,6 +26,8 @@ ROW_BITS = MAX_ROWS.bit_length()
 """Bits of a row's number in its context."""
 POSITION_BITS = 25
 """Bits of a query row's position, signed."""
+CANDIDATE_BITS = (MAX_CANDIDATES - 1).bit_length()
+"""Bits of a page's number among those that a job selects from."""
 SCALE_ROW_BITS = LINE_BYTES.bit_length() - 1
 """Bits of a row's number among those whose scales share a line; a row has a byte of them at least."""
 
@@ -102,6 +104,8 @@ class UnitJob(data.Struct):
     tenant: TENANT_BITS
     queries: 5  # queries of this pass, 1 to the kept ones
     first: 1  # they are the job's first ones
+    last: 1  # and its last ones
+    bounds: 1  # rows are pairs, a page's least and its largest elements: the page's bound is wanted, no more
     group: 8  # query heads of every query row
     position: signed(POSITION_BITS)  # of the job's first query row
     causal: 1  # rows after a query's own position are not seen; set with a window, too
@@ -168,6 +172,15 @@ class PageItem(data.Struct):
     rows: 14  # rows to stream, at least 1
 
 
+class Bound(data.Struct):
+    """What no score of a page is larger than, for the queries of a pass."""
+
+    value: signed(SCORE_LIMIT.bit_length() + 1)
+    candidate: CANDIDATE_BITS  # which of the pages that the job selects from
+    first: 1  # of the job's passes of bounds
+    last: 1
+
+
 class State(data.Struct):
     """A binned sum; with `some` clear it is empty and the rest has no meaning."""
 
@@ -218,7 +231,7 @@ class ResultJob(data.Struct):
     form: OutputForm
     output_scale: 32  # float32 bits of what multiplies finished lanes, zero for none
     line: LINE_ADDRESS_BITS  # device line of the pass's first result
-    fault: 1  # the walker met an error: nothing is written
+    fault: 1  # nothing is written, as of a pass of bounds
 
 
 class PassDone(data.Struct):

@@ -30,6 +30,7 @@ from .attention.shape import UnitShape
 from .attention.streamer import Streamer
 from .attention.unit import AttentionUnit
 from .command.completer import Completer
+from .command.selection import Selector
 from .command.walker import Walker
 from .command.window import CommandWindow
 from .endpoint.endpoint import Endpoint
@@ -56,6 +57,8 @@ CONFIG = configure("small", queries=QUERIES, capacity_bytes=256 << 20, ring_slot
 MASTERS = 3
 CONTROLLER_TAG_BITS = 10
 HDM_DECODERS = 10
+CANDIDATES = 1024
+"""Pages to select from; a device has room for 65,536."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ BLOCKS = (
     Block("link-unpacker", lambda: Unpacker(side=Side.DEVICE, places={"req": 16, "rwd": 8})),
     Block("hdm-decoders", lambda: Decoders(decoders=HDM_DECODERS, capacity=1 << 12)),
     Block("command-window", lambda: CommandWindow(config=CONFIG)),
-    Block("walker", lambda: Walker(config=CONFIG)),
+    Block("walker", lambda: Walker(config=CONFIG, candidates=CANDIDATES)),
+    Block("selector", lambda: Selector(units=2, candidates=CANDIDATES)),
     Block("completer", lambda: Completer(ring_slots=CONFIG.ring_slots)),
 )

@@ -61,7 +61,9 @@ def stage_taps(*, endpoint, window, walker, units, results, completer):
     tap("window.fetched", _taken(window.descriptors), posted.index, posted.tenant)
     tap("walker.judged", walker.judged)
     record = data.View(layout_of(COMPLETION), completed.record)
-    outcome = (record.passes << 16) | (record.status << 8) | completed.tenant
+    ticket = completer.tickets.payload
+    passes = (ticket.passes << ticket.bounds)[:16]  # those of bounds, too
+    outcome = (passes << 16) | (record.status << 8) | completed.tenant
     tap("completer.record", _taken(completer.o), completed.index, outcome)
     for n, unit in enumerate(units):
         page, job = unit.pages.payload, unit.jobs.payload

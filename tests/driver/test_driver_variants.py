@@ -188,7 +188,43 @@ def test_selected_pages(setting, model, count, query_rows):
     assert int(pages.sum()) == 2 * 2 * count
     passes = -(-2 * (query_rows or 1) // 4)
     summaries = 2 * (10 + 6) * 2
-    assert lines <= summaries + passes * int(pages.sum()) * 4 * 3
+    assert lines <= passes * summaries + passes * int(pages.sum()) * 4 * 3
+
+
+def test_so_many_pages_as_a_device_selects_from(setting, monkeypatch):
+    kv, handles, _ = setting
+    q = values(2, 4, 24, seed=3)
+    monkeypatch.setattr(nearkv.attention, "MAX_CANDIDATES", 10)
+    kv.attend(handles, layer=0, q=q, select_pages=2)
+    monkeypatch.setattr(nearkv.attention, "MAX_CANDIDATES", 9)
+    with pytest.raises(ArgumentError, match=r"there are 10 pages of 4 rows to select from, .* at most 9"):
+        kv.attend(handles, layer=0, q=q, select_pages=2)
+
+
+def test_a_tree_with_a_selection_is_left_to_the_host():
+    """By a device that has both, but not together."""
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
+    q = values(1, 3, 4, 16, seed=3)
+    found = []
+    for features in (Feature.all(), Feature.all() & ~Feature.TREE_SELECTION):
+        with nearkv.open("model", features=features) as device:
+            kv = device.kv_cache(layers=1, kv_heads=2, head_dim=16, dtype="fp16", page_rows=4, summaries=True)
+            (handle,) = filled(kv, [context(22, 2, 16, 16, seed=1)])
+            before = device.stats()
+            out, pages = kv.attend(
+                [handle],
+                layer=0,
+                q=q,
+                scale=SCALE,
+                tree=tree,
+                query_positions=torch.tensor([19, 20, 20]),
+                select_pages=2,
+            )
+            found.append((out, pages, (device.stats() - before).host_lines))
+    (out, pages, lines), (host_out, host_pages, host_lines) = found
+    assert same_bits(out, host_out)
+    assert torch.equal(pages, host_pages)
+    assert lines == 0 < host_lines
 
 
 def test_selecting_all_pages_is_dense(setting):

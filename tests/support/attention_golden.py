@@ -149,6 +149,30 @@ def dot_product(q, k):
     return dot
 
 
+def bound(q_codes, q_format, least, largest, factor_bits):
+    """The bound of a page for one query.
+
+    Parameters
+    ----------
+    q_codes : element codes of the query, of 16 bits.
+    least, largest : decoded elements of the page's summary.
+    factor_bits : float32 bits of c.
+    """
+    factor_sign, factor_m, _ = float32(factor_bits)
+    chosen = [
+        up if code >> 15 == factor_sign else down
+        for code, down, up in zip(q_codes, least, largest, strict=True)
+    ]
+    dot = dot_product(decode_all(q_codes, q_format), chosen)
+    infinite = dot.positive or dot.negative
+    if dot.nan or (dot.positive and dot.negative) or (infinite and factor_m == 0):
+        return numerics.SCORE_LIMIT
+    if infinite:
+        rises = dot.negative if factor_sign else dot.positive
+        return numerics.SCORE_LIMIT if rises else -numerics.SCORE_LIMIT
+    return score_of(dot.state, factor_bits)
+
+
 def partial(q, rows, values, *, factor_bits, value_dim, sink=None, cap_bits=0, slope_bits=0, distances=None):
     """The partial of one query.
 

@@ -55,6 +55,8 @@ class Feature(IntFlag):
     """Page summaries, and the selection of pages by them."""
     OUTPUT_SCALE = 1 << 12
     """A float32 that multiplies results; without it the host does."""
+    TREE_SELECTION = 1 << 13
+    """Selection of pages in jobs with a tree."""
 
     @classmethod
     def all(cls) -> Feature:

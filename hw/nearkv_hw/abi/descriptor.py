@@ -154,10 +154,10 @@ COMPLETION = Layout(
     ),
     Field("reserved_phase", 7),
     Field("status", 8, "`Status`"),
-    Field("passes", 16, "times that the rows were read"),
+    Field("passes", 16, "times that the rows were read, summaries aside"),
     Field("tag", 32, "the descriptor's tag"),
     Field("cycles", 32, "device cycles from the descriptor's fetch to this record"),
-    Field("lines", 32, "K and V lines streamed, all channels and passes"),
+    Field("lines", 32, "K, V and summary lines streamed, all channels and passes"),
     Field("detail", 64, "page index at fault; for a refused claim, the first extent that is taken"),
 )
 
@@ -171,7 +171,8 @@ class Status(IntEnum):
     BAD_FLAGS = 3
     """An unknown flag, or a reserved field that is not zero."""
     BAD_GEOMETRY = 4
-    """head_dim, value_dim, group, query_rows, page_rows, ranges or pages to select out of range."""
+    """head_dim, value_dim, group, query_rows, page_rows or pages to select out of range, or more pages to
+    select from than `MAX_CANDIDATES`."""
     BAD_FORMAT = 5
     """An element format, scale, block, pitch or output form that is none or does not go with the rest."""
     BAD_FACTOR = 6
@@ -211,3 +212,5 @@ MAX_GROUP = 128
 """What every device accepts; with `Feature.LARGE_ROWS` dims go to `MAX_LARGE_DIM`."""
 MAX_LARGE_DIM = 1023
 MAX_QUERY_ROWS = 255
+MAX_CANDIDATES = 1 << 16
+"""Pages from the first to the last row of a job that selects pages: their bounds are kept on chip."""

@@ -56,7 +56,9 @@ def array_operation(shape):
             "end": 1,  # the pass has no more K; with neither score, value nor load
             "number": range(PASSES),  # pass of the line
             "line": range(shape.row_lines),  # position in the row, in steps of the lanes
-            "last": 1,  # last step of its row
+            "last": 1,  # last step of its row, or pair of rows
+            "goes_on": 1,  # score: its row is the second of a pair, whose dot product is one
+            "drop": 2,  # score: positive (bit 0), or negative (bit 1) elements of queries do not count
             "first": 1,  # value: of the first row of its pass
             "query": range(shape.queries),  # load: which query
             "read": 1,  # read the sums of a line
@@ -253,11 +255,16 @@ class Array(wiring.Component):
                 | (element_now.zero & query_now.infinite)
             )
             # lanes that the row has nothing for may keep another query's elements
+            drop_positive, drop_negative = (bit.replicate(shape.lanes) for bit in at_element.drop)
+            counted = Signal(shape.lanes, name=f"counted_{index}")
+            m.d.comb += counted.eq(
+                counts & ~(query_now.negative & drop_negative) & ~(~query_now.negative & drop_positive)
+            )
             m.d.sync += flags.eq(
                 Cat(
-                    (undefined & counts).any(),
-                    (infinite & ~opposite & counts).any(),
-                    (infinite & opposite & counts).any(),
+                    (undefined & counted).any(),
+                    (infinite & ~opposite & counted).any(),
+                    (infinite & opposite & counted).any(),
                 )
             )
             negative = delays.of(
@@ -272,7 +279,7 @@ class Array(wiring.Component):
                 dot.limb_valid.eq(at_limb.score),
                 dot.negative.eq(negative),
                 dot.row_valid.eq(at_row.score),
-                dot.row_first.eq(at_row.line == 0),
+                dot.row_first.eq((at_row.line == 0) & ~at_row.goes_on),
                 dot.flags.eq(delays.of(flags, self.limb_cycles + tree_cycles - self.element_cycles - 1)),
                 self.row.dots[index].eq(dot.dot),
             ]
@@ -302,8 +309,10 @@ class Array(wiring.Component):
                     cell.value.eq(at_weight.value),
                     cell.weight.eq(self.weights[index]),
                     cell.query_read.eq(query_read[block]),
+                    cell.drop.eq(at_weight.drop),
                     cell.element.eq(elements[lane].element),
                     cell.query.eq(elements[place].element),
+                    cell.query_negative.eq(elements[place].negative),
                     cell.query_address.eq(query_address[block]),
                     cell.query_write.eq(loads[block]),
                     cell.add.eq(at_top.value),

@@ -27,10 +27,11 @@ SUM_BIN_BIAS = WEIGHT_BIAS + ELEMENT_BIAS >> OFFSET_BITS
 
 
 class QueryElement(data.Struct):
-    """An element of 16 bits."""
+    """An element of 16 bits, and its sign."""
 
     significand: unsigned(CODE_SIGNIFICAND_BITS)
     exponent: unsigned(EXPONENT_BITS)
+    negative: 1
 
 
 class Cell(wiring.Component):
@@ -48,11 +49,12 @@ class Cell(wiring.Component):
     value : In : value mode.
     weight : In(Weight) : the factor in value mode.
     query_read : In : which query element is the factor in score mode.
+    drop : In : score mode: a positive query element counts as zero (bit 0), a negative one (bit 1).
 
     Element stage:
 
     element : In(Element) : the decoded element.
-    query : In(Element) : a query's element, which is a bf16 or fp16 number.
+    query, query_negative : In : a query's element, which is a bf16 or fp16 number, and its sign.
     query_write, query_address : In : keep it as that query element, a factor from the next cycle on.
 
     Top stage, `top_cycles` after the element:
@@ -85,8 +87,10 @@ class Cell(wiring.Component):
                 "value": In(1),
                 "weight": In(Weight),
                 "query_read": In(range(query_states)),
+                "drop": In(2),
                 "element": In(Element),
                 "query": In(Element),
+                "query_negative": In(1),
                 "query_write": In(1),
                 "query_address": In(range(query_states)),
                 "add": In(1),
@@ -115,14 +119,16 @@ class Cell(wiring.Component):
             write.addr.eq(self.query_address),
             write.data.significand.eq(self.query.significand[-CODE_SIGNIFICAND_BITS:]),
             write.data.exponent.eq(self.query.exponent),
+            write.data.negative.eq(self.query_negative),
             write.en.eq(self.query_write),
         ]
         m.submodules.product = product = Product()
         factor = Signal(WEIGHT_BITS, reset_less=True)
         factor_exponent = Signal(FACTOR_EXPONENT_BITS, reset_less=True)
         query = Cat(Const(0, WEIGHT_BITS - CODE_SIGNIFICAND_BITS), read.data.significand)
+        dropped = Mux(read.data.negative, self.drop[1], self.drop[0])
         m.d.sync += [
-            factor.eq(Mux(self.value, self.weight.significand, query)),
+            factor.eq(Mux(self.value, self.weight.significand, Mux(dropped, 0, query))),
             factor_exponent.eq(
                 Mux(self.value, self.weight.exponent.as_unsigned() ^ WEIGHT_BIAS, read.data.exponent)
             ),

@@ -34,6 +34,7 @@ class Issue(wiring.Component):
 
     A line with codes for more elements than there are lanes, or with several rows, takes a cycle for each
     part of it.
+    The two rows of a pair for a bound come as one row, of each of which the elements of one sign count.
     Where V lies in the K rows its lines are kept when they are taken for K, and are not read again.
     A K line waits until its pass is loaded and the score queue has room, a V line until its row's weights
     are there and the earlier pass of its bank is drained, any line while a query line enters. Reads of sums
@@ -99,7 +100,8 @@ class Issue(wiring.Component):
         k_number, v_number = Signal(range(PASSES)), Signal(range(PASSES))
         is_v = (tag.kind == LineKind.V) | (tag.kind == LineKind.V_SCALES)
         step, rows_done = Signal(range(self.shape.row_lines)), Signal(2)  # of the row, of the line
-        row_start = step == 0
+        largest = Signal()  # second row of a pair for a bound
+        row_start = (step == 0) & ~largest
         k_loaded, v_loaded = (self.loaded.bit_select(number, 1) for number in (k_number, v_number))
         # sums that wait for the drain, by bank: nothing is added to them
         full = Signal(BANKS)
@@ -138,6 +140,9 @@ class Issue(wiring.Component):
             ),
             part.eq(Mux(short, ((tag.place + rows_done) << codes.slot_shift) + step, step & parts)),
         ]
+        bounds = k_now.bounds.some
+        with m.If(score & row_done):
+            m.d.sync += largest.eq(bounds & ~largest)
         with m.If(score | value):
             m.d.sync += [
                 step.eq(Mux(row_done, 0, step + 1)),
@@ -227,7 +232,10 @@ class Issue(wiring.Component):
             self.operation.block.eq(self.loads.payload.block),
             self.operation.number.eq(Mux(load, self.loads.payload.number, self.taken_number)),
             self.operation.line.eq(Mux(load, self.loads.payload.line, step)),
-            self.operation.last.eq(row_done),
+            self.operation.last.eq(row_done & (largest | ~bounds)),
+            self.operation.goes_on.eq(largest),
+            self.operation.drop[1].eq(bounds & (k_now.factor.negative ^ largest)),
+            self.operation.drop[0].eq(bounds & ~(k_now.factor.negative ^ largest)),
             self.operation.first.eq(v_first),
             self.operation.query.eq(self.loads.payload.query),
             self.reads.ready.eq(~value),

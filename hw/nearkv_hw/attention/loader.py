@@ -12,7 +12,7 @@ from ..arithmetic.score import FLOAT_BITS, Factor, FactorDecoder
 from ..interfaces import POSITION_BITS, ROW_BITS, TENANT_BITS, QueryLine, QueryLineKind, UnitJob
 from .array import BOOK_ENTRIES, BookEntry
 from .codes import row_codes, set_row_codes
-from .scoring import Sight, opening, query_parameters, tree_word
+from .scoring import BoundsPass, Sight, opening, query_parameters, tree_word
 from .shape import BANKS, PASSES
 
 
@@ -33,6 +33,7 @@ def pass_parameters(shape):
             "sight": Sight,
             "biased": 1,
             "latent": 1,
+            "bounds": BoundsPass,
         }
     )
 
@@ -255,6 +256,9 @@ class Loader(wiring.Component):
                         now.sight.own_row.eq(job.own_row),
                         now.biased.eq(job.slopes),
                         now.latent.eq(job.latent),
+                        now.bounds.some.eq(job.bounds),
+                        now.bounds.first.eq(job.first),
+                        now.bounds.last.eq(job.last),
                         codebook.eq(job.codebook),
                         code.eq(job.score_factor),
                         cap_code.eq(job.softcap),

@@ -13,8 +13,9 @@ from ..arithmetic.softcap import Softcap
 from ..arithmetic.weight import Weight, WeightPipe
 from ..common.pipeline import later
 from ..common.queue import Queue
-from ..interfaces import POSITION_BITS, ROW_BITS, State
+from ..interfaces import POSITION_BITS, ROW_BITS, Bound, State
 from .array import row_dots
+from .bounds import Bounds
 from .shape import PASSES, RowBlock, chosen
 
 WEIGHT_SLOTS = 64
@@ -48,6 +49,14 @@ class Sight(data.Struct):
     kept: 24  # but the first so many of the context
     tree: 1  # the rows from `own_row` on have positions of their own, and masks say who sees them
     own_row: ROW_BITS
+
+
+class BoundsPass(data.Struct):
+    """Whether a pass is one of bounds, and whether it is the first and the last one of its job."""
+
+    some: 1
+    first: 1
+    last: 1
 
 
 def query_parameters(queries):
@@ -103,6 +112,8 @@ class Scoring(wiring.Component):
     reads : In(stream) : denominators to read; a read sees what came before it.
     factors, capped, caps : In : score factors of the passes; whether they have softcaps, and these.
     sights, biased : In : which rows their queries see; whether scores have a bias.
+    bounded : In : which of them are passes of bounds (`BoundsPass`): their rows have no weights.
+    bounds : Out(stream(Bound)) : in these the largest score of every row; rows wait while it does.
     parameters, tree : In : parameters of a query, a word of a tree, kept from the next cycle on.
     blocks : In(stream) : rows that come, in their order; taken while the last of them is.
     counts : In : query heads of the passes.
@@ -135,6 +146,8 @@ class Scoring(wiring.Component):
                 "caps": In(data.ArrayLayout(Factor, PASSES)),
                 "sights": In(data.ArrayLayout(Sight, PASSES)),
                 "biased": In(PASSES),
+                "bounded": In(data.ArrayLayout(BoundsPass, PASSES)),
+                "bounds": Out(stream.Signature(Bound)),
                 "parameters": In(query_parameters(queries)),
                 "tree": In(tree_word(queries)),
                 "blocks": In(stream.Signature(RowBlock)),
@@ -164,6 +177,7 @@ class Scoring(wiring.Component):
         operation_layout = data.StructLayout(
             {
                 "row": 1,
+                "bound": 1,  # a row of a pass of bounds
                 "open": 1,
                 "read": 1,
                 "last": 1,
@@ -183,6 +197,10 @@ class Scoring(wiring.Component):
         def last(index, number):
             return index + 1 == chosen(counts_per_pipe, number)
 
+        m.submodules.bounds = bounds = Bounds(pipes=self.pipes)
+        wiring.connect(m, bounds.o, wiring.flipped(self.bounds))
+        bounded = Signal(BoundsPass)
+        m.d.comb += bounded.eq(chosen(self.bounded, row.number))
         m.d.comb += self.reads.ready.eq(1)
         with m.If(self.reads.valid):
             m.d.comb += [
@@ -202,9 +220,10 @@ class Scoring(wiring.Component):
             m.d.comb += queue.o.ready.eq(1)
             for number in range(PASSES):
                 m.d.comb += self.row_ended[number].eq(row.number == number)
-        with m.Elif(queue.o.valid):
+        with m.Elif(queue.o.valid & (bounds.room | ~bounded.some)):
             m.d.comb += [
-                operation.row.eq(1),
+                operation.row.eq(~bounded.some),
+                operation.bound.eq(bounded.some),
                 operation.number.eq(row.number),
                 operation.index.eq(row_index),
                 operation.last.eq(last(row_index, row.number)),
@@ -219,9 +238,10 @@ class Scoring(wiring.Component):
         last_row = done + 1 == blocks.o.payload.rows
         m.d.comb += [
             operation.position.eq(blocks.o.payload.index + done),
-            blocks.o.ready.eq(operation.row & operation.last & last_row),
+            blocks.o.ready.eq((operation.row | operation.bound) & operation.last & last_row),
+            bounds.promised.eq(operation.bound & operation.last),
         ]
-        with m.If(operation.row & operation.last):
+        with m.If((operation.row | operation.bound) & operation.last):
             m.d.sync += done.eq(Mux(last_row, 0, done + 1))
 
         at = [operation]
@@ -229,7 +249,17 @@ class Scoring(wiring.Component):
             delayed = Signal(operation_layout, name=f"operation_{cycle}")
             m.d.sync += delayed.eq(at[-1])
             at.append(delayed)
-        at_score, at_weight = at[1], at[self.weigh_cycles]
+        at_score, at_biased, at_weight = at[1], at[self.biased_cycles], at[self.weigh_cycles]
+        bounded_pass = Signal(BoundsPass)
+        m.d.comb += [
+            bounded_pass.eq(chosen(self.bounded, at_biased.number)),
+            bounds.valid.eq(at_biased.bound),
+            bounds.begins.eq(at_biased.index == 0),
+            bounds.ends.eq(at_biased.last),
+            bounds.bound.candidate.eq(at_biased.position),
+            bounds.bound.first.eq(bounded_pass.first),
+            bounds.bound.last.eq(bounded_pass.last),
+        ]
         at_limb, at_read = at[self.read_cycles - 1], at[self.read_cycles]
 
         index_bits = len(operation.index)
@@ -320,11 +350,14 @@ class Scoring(wiring.Component):
                 pipeline.dropped.eq(later(m, score.dropped, Softcap.latency_cycles + 1) | hidden),
             ]
             weight = pipeline.weight
-            nan = later(
-                m,
-                later(m, score.nan, Softcap.latency_cycles + 1) & ~hidden,
-                WeightPipe.latency_cycles,
-            )
+            nan_score = later(m, score.nan, Softcap.latency_cycles + 1) & ~hidden
+            nan = later(m, nan_score, WeightPipe.latency_cycles)
+            m.d.comb += [
+                bounds.scores[pipe].eq(bias.biased),
+                bounds.dropped[pipe].eq(pipeline.dropped),
+                bounds.nan[pipe].eq(nan_score),
+                bounds.absent[pipe].eq(at_biased.index + own.start >= chosen(self.counts, at_biased.number)),
+            ]
 
             for index, query in enumerate(own):
                 m.submodules[f"weights_{query}"] = store = memory.Memory(

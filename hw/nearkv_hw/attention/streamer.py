@@ -5,7 +5,7 @@ store has slots for their rows, so that weights are there when V comes. Once it 
 V_TURN_ROWS of its slots are free: every change between K and V may be one of rows in a bank of the memory.
 Blocks follow each other across pages and passes. A line of scales comes before the first of the rows that it
 is for; a block that goes on in the middle of one finds it still there. K of a pass whose queries are still
-being loaded stands back while there is V.
+being loaded stands back while there is V. A pass of bounds has no V and takes no slots.
 """
 
 from amaranth.hdl import Cat, Module, Mux, Signal
@@ -62,6 +62,7 @@ def geometry(shape):
         {
             "tenant": TENANT_BITS,
             "latent": 1,  # V lies in the K rows: its lines are not asked for
+            "bounds": 1,  # there is no V, and every page is one pair of rows
             "k": row_lines(shape),
             "v": row_lines(shape),
         }
@@ -108,7 +109,7 @@ class Streamer(wiring.Component):
     start : In : there is a pass of that number, whose pages may be streamed.
     loaded : In : the pass's K will be taken; until then V goes first.
     geometry : In : of the passes, from the cycle of `start` until its last line was taken.
-    rows : Out(stream) : blocks of K rows (`RowBlock`), in their order.
+    rows : Out(stream) : blocks of K rows (`RowBlock`), in their order; a pair for a bound is one.
     requests : Out(stream) : reads of lines.
     tags : Out(stream) : what the lines are, in the order of the requests; ends of passes stand between.
     busy : Out : there is something to stream.
@@ -246,10 +247,10 @@ class Streamer(wiring.Component):
                 & startable.bit_select(k_number, 1)
                 & values.i.ready
                 & self.rows.ready
-                & (next_rows <= slots)
+                & (k_geometry.bounds | (next_rows <= slots))
             ),
             self.rows.payload.index.eq(item.index),
-            self.rows.payload.rows.eq(next_rows),
+            self.rows.payload.rows.eq(Mux(k_geometry.bounds, 1, next_rows)),
             v_ready.eq(values.o.valid),
             k_first.eq(self.loaded.bit_select(k_number, 1)),
             k_chosen.eq(k_ready & ((k_first & ~(v_turn & (slots < V_TURN_ROWS))) | ~v_ready)),
@@ -275,7 +276,10 @@ class Streamer(wiring.Component):
         with m.If(choose):
             m.d.sync += [active.eq(k_ready | v_ready), v_turn.eq(~k_chosen)]
             with m.If(k_chosen):
-                m.d.comb += [values.i.valid.eq(1), self.rows.valid.eq(~item.last)]
+                m.d.comb += [
+                    values.i.valid.eq(item.last | ~k_geometry.bounds),
+                    self.rows.valid.eq(~item.last),
+                ]
                 with m.If(item.last):
                     for number in range(PASSES):
                         with m.If(k_number == number):
@@ -285,7 +289,7 @@ class Streamer(wiring.Component):
                     now.eq(k_geometry.k),
                     tenant.eq(k_geometry.tenant),
                     blocks["k"].eq(coming["k"]),
-                    slots.eq(slots - next_rows),
+                    slots.eq(slots - Mux(k_geometry.bounds, 0, next_rows)),
                     fresh.eq(0),
                     item.rows.eq(item.rows - most),
                     item.row.eq(item.row + most),

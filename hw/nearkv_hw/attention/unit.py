@@ -6,7 +6,7 @@ from amaranth.lib.wiring import In, Out
 
 from ..common.buffer import Buffer
 from ..common.queue import Queue
-from ..interfaces import PageItem, QueryLine, ReadResponse, UnitJob, UnitMemory, partial_beat
+from ..interfaces import Bound, PageItem, QueryLine, ReadResponse, UnitJob, UnitMemory, partial_beat
 from .array import Array
 from .drain import Drain
 from .issue import Issue
@@ -41,7 +41,9 @@ class AttentionUnit(wiring.Component):
     -------
     jobs, queries, pages : In(stream) : passes, their query lines, their pages.
     memory : Out(UnitMemory) : the private read port.
-    partials : Out(stream) : partial beats, passes in order.
+    partials : Out(stream) : partial beats, passes in order; without meaning, but for the end, in passes of
+        bounds.
+    bounds : Out(stream(Bound)) : in these a bound for every page, in their order.
     unit_lines, unit_busy, unit_no_data, unit_wait, partial_beats : Out(64) : counters, see `abi.window`.
     stages : Out(STAGES) : set in the cycle in which a pass reaches a stage.
 
@@ -81,6 +83,7 @@ class AttentionUnit(wiring.Component):
                 "pages": In(stream.Signature(PageItem)),
                 "memory": Out(UnitMemory()),
                 "partials": Out(stream.Signature(partial_beat(finish_lanes))),
+                "bounds": Out(stream.Signature(Bound)),
                 **{name: Out(COUNTER_BITS) for name in COUNTERS},
                 "stages": Out(STAGES),
             }
@@ -121,6 +124,7 @@ class AttentionUnit(wiring.Component):
         wiring.connect(m, drain.denominator_reads, scoring.reads)
         wiring.connect(m, drain.lane_reads, issue.reads)
         wiring.connect(m, drain.partials, flipped(self.partials))
+        wiring.connect(m, scoring.bounds, flipped(self.bounds))
         m.d.comb += [
             loader.freed.eq(drain.freed),
             loader.k_ended.eq(issue.k_ended),
@@ -166,6 +170,7 @@ class AttentionUnit(wiring.Component):
                 scoring.caps[number].eq(loader.passes[number].cap),
                 scoring.sights[number].eq(loader.passes[number].sight),
                 scoring.biased[number].eq(loader.passes[number].biased),
+                scoring.bounded[number].eq(loader.passes[number].bounds),
                 scoring.counts[number].eq(loader.passes[number].queries),
             ]
         self._tell_stages(m, loader, streamer, issue)
@@ -209,6 +214,7 @@ def _row_lines(geometry, parameters):
     """Statements that give the order of lines what it depends on."""
     yield geometry.tenant.eq(parameters.tenant)
     yield geometry.latent.eq(parameters.latent)
+    yield geometry.bounds.eq(parameters.bounds.some)
     for kind in ("k", "v"):
         codes = parameters[kind]
         yield geometry[kind].last.eq(codes.lines_last)

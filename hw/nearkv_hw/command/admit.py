@@ -83,6 +83,7 @@ class Admit(wiring.Component):
             self.tickets.payload.status.eq(status),
             self.tickets.payload.detail.eq(detail),
             self.tickets.payload.passes.eq(Mux(good, (plan.queries + self.queries - 1) >> shift, 0)),
+            self.tickets.payload.bounds.eq(good & plan.select),
             self.jobs.payload.eq(plan),
             self.jobs.payload.entry_lines.eq(entry_lines),
             self.jobs.payload.kv_head.eq(kv_head),

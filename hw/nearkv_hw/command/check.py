@@ -20,6 +20,8 @@ from ..abi.descriptor import (
     OPTION_CODEBOOK,
     OPTION_LATENT,
     OPTION_RANGES,
+    OPTION_SELECT,
+    OPTION_SUMMARIES,
     OPTION_TREE,
     Opcode,
     Status,
@@ -41,8 +43,13 @@ from ..interfaces import LINE_ADDRESS_BITS
 from ..structs import layout_of
 from .records import Checked, Posted, WalkRead
 
-_OPTIONS = (OPTION_CAUSAL, OPTION_TREE, OPTION_LATENT, OPTION_ALIBI, OPTION_RANGES, OPTION_CODEBOOK)
-_CAUSAL, _TREE, _LATENT, _ALIBI, _RANGES, _CODEBOOK = (option.bit_length() - 1 for option in _OPTIONS)
+_OPTIONS = (
+    *(OPTION_CAUSAL, OPTION_TREE, OPTION_LATENT, OPTION_SUMMARIES, OPTION_SELECT),
+    *(OPTION_ALIBI, OPTION_RANGES, OPTION_CODEBOOK),
+)
+_CAUSAL, _TREE, _LATENT, _SUMMARIES, _SELECT, _ALIBI, _RANGES, _CODEBOOK = (
+    option.bit_length() - 1 for option in _OPTIONS
+)
 _LUT_SCALES = [SCALE_FORMATS[name] for name in LUT_SCALES]
 _EXPONENT = slice(23, 31)  # of a float32
 
@@ -103,7 +110,7 @@ class Check(wiring.Component):
             Status.BAD_OPCODE: ~_among(attend.opcode, Opcode),
             Status.BAD_FLAGS: self._bad_flags(attend, more),
             Status.NO_UNITS: is_attend if self.units == 0 else Const(0),
-            Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend, extended, more.options[_LATENT]),
+            Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend, extended, more),
             Status.BAD_FORMAT: is_attend & _bad_format(attend, more),
             Status.BAD_FACTOR: is_attend
             & (attend.score_factor[_EXPONENT].all() | (more.softcap > SOFTCAP_LIMIT)),
@@ -162,6 +169,10 @@ class Check(wiring.Component):
             job.range_count.eq(more.range_count),
             job.tree.eq(more.options[_TREE]),
             job.tree_line.eq(more.tree),
+            job.summaries.eq(more.options[_SUMMARIES]),
+            job.select.eq(more.options[_SELECT]),
+            job.select_pages.eq(more.select_pages),
+            job.selected_line.eq(more.selected),
             job.slopes.eq(more.options[_ALIBI]),
             job.slopes_line.eq(more.slopes),
             job.codebook.eq(more.options[_CODEBOOK]),
@@ -223,6 +234,9 @@ class Check(wiring.Component):
                     | (~more.options[_CODEBOOK] & more.codebooks.any())
                     | (~more.options[_RANGES] & Cat(more.ranges, more.range_count).any())
                     | (~more.options[_TREE] & more.tree.any())
+                    | (~more.options[_SELECT] & Cat(more.select_pages, more.selected).any())
+                    # trees hide rows, and with them pages, in ways that only their masks tell
+                    | (more.options[_SELECT] & (~more.options[_SUMMARIES] | more.options[_TREE]))
                     | (
                         more.options[_LATENT]
                         & Cat(attend.v_format, more.v_scale, more.v_block, more.v_pitch).any()
@@ -242,7 +256,7 @@ class Check(wiring.Component):
             | (sinks & self._outside(attend.sinks))
             | Cat(
                 more[name] >> self.capacity_lines.bit_length() - 1
-                for name in ("slopes", "codebooks", "ranges", "tree")
+                for name in ("slopes", "codebooks", "ranges", "tree", "selected")
             ).any()
         )
 
@@ -255,13 +269,14 @@ def _among(value, choices):
     return Cat(value == int(choice) for choice in choices).any()
 
 
-def _bad_geometry(attend, extended, latent):
+def _bad_geometry(attend, extended, more):
     return Cat(
         attend.head_dim == 0,
         attend.value_dim == 0,
         attend.group == 0,
         attend.group > MAX_GROUP,
-        latent & (attend.value_dim > attend.head_dim),
+        more.options[_LATENT] & (attend.value_dim > attend.head_dim),
+        more.options[_SELECT] & ~more.select_pages.any(),
         attend.query_rows == 0,
         (attend.query_rows != 1) & ~extended,
         attend.page_rows_log2 < MIN_PAGE_ROWS_LOG2,
@@ -303,7 +318,7 @@ def _bad_pitch(pitch, dim, width):
 _ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
 _FIELDS_HAD = (
     *(*_ROW_FIELDS, "softcap", "window", "kept", "first_position", "slopes", "codebooks"),
-    *("ranges", "range_count", "tree"),
+    *("ranges", "range_count", "tree", "select_pages", "selected"),
 )
 _EXTENSION_NOT_HAD = ((1 << LINE_BITS) - 1) & ~(
     sum(((1 << EXTENSION[name].width) - 1) << EXTENSION.offset(name) for name in _FIELDS_HAD)

@@ -53,7 +53,7 @@ class Completer(wiring.Component):
         m = Module()
         ticket = self.tickets.payload
         status, detail = Signal(Status), Signal(32, reset_less=True)
-        lines, left = Signal(32), Signal(ticket.passes.shape())
+        lines, left = Signal(32), Signal(len(ticket.passes) + 1)
         cycles = Signal(32, reset_less=True)
         record = data.View(layout_of(COMPLETION), self.o.payload.record)
         parts = (self.query_outcomes, self.page_outcomes, self.passes)
@@ -80,7 +80,7 @@ class Completer(wiring.Component):
                     status.eq(ticket.status),
                     detail.eq(ticket.detail),
                     lines.eq(0),
-                    left.eq(ticket.passes),
+                    left.eq(ticket.passes << ticket.bounds),
                     cycles.eq(self.now - ticket.fetched),
                 ]
                 with m.If(self.tickets.valid):

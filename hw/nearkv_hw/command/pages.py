@@ -13,7 +13,7 @@ from ..interfaces import PAGE_BITS, ROW_BITS, PageItem
 from ..structs import layout_of
 from .queries import line_status
 from .reader import RunIssue
-from .records import Outcome, PageWork, Run, WalkLine, WalkRead
+from .records import ListPort, Outcome, PageWork, Run, SelectorPort, WalkLine, WalkRead
 
 _ENTRIES_SHIFT = ENTRIES_PER_LINE.bit_length() - 1
 _EXTENT_LINES_SHIFT = EXTENT_SHIFT - LINE_SHIFT
@@ -25,7 +25,7 @@ TOKEN = data.StructLayout(
         "first": 1,
         "last": 1,
         "page": PAGE_BITS,
-        "index": ROW_BITS,  # of the page's first row
+        "index": ROW_BITS,  # of the page's first row, or among the candidates
         "status": Status,  # of the line that the entry came in
         "entry": layout_of(ENTRY),
     }
@@ -48,12 +48,19 @@ class PageFeed(wiring.Component):
     runs : In(stream(Run)) : the lines with the entries of the same pieces.
     reads : Out(stream(WalkRead)), lines : In(stream(WalkLine)) : reads of these lines, answered in order.
     o : Out(stream(PageItem)).array(units) : pages, and at the end of every pass `last` for every unit.
+    selector : Out(SelectorPort) : which pages passes of selected pages have; see `Selector`.
+    list : Out(ListPort) : the list of these pages, of the first such pass of a job; see `ListWriter`.
     outcomes : Out(stream(Outcome)) : one per pass: OK, DENIED or POISON of a line of entries, BAD_PAGE
-        with the page, or what the pass's last piece says.
+        with the page, what the pass's last piece says, or RESULT_DENIED of the list of selected pages.
 
     A pass ends with its first fault: no later page is streamed, no more lines are read than those under way
     and one more, and these are dropped. Whatever the table says of its length, a fault ends the walk in a
     few cycles.
+
+    In a pass of bounds an item is the two rows of a page's summary, with the page's number among the
+    candidates as index; a page that two pieces share comes once. The passes behind take the same way, and of
+    its pages hand on those that the selector names. Where a pass of bounds fails there is nothing to select
+    from: the job's passes behind have no pages, and no list is written.
 
     Lines are asked for half of `lines_ahead` at a time: their row is another one than those that stream, and
     several reads together keep it open no longer than one.
@@ -88,6 +95,8 @@ class PageFeed(wiring.Component):
                 "lines": In(stream.Signature(WalkLine)),
                 "o": Out(stream.Signature(PageItem)).array(units),
                 "outcomes": Out(stream.Signature(Outcome)),
+                "selector": Out(SelectorPort()),
+                "list": Out(ListPort()),
             }
         )
 
@@ -102,9 +111,11 @@ class PageFeed(wiring.Component):
         work = Signal(PageWork, reset_less=True)
         last_within = Signal(signed(_EXTENT_LINES_SHIFT + 6), reset_less=True)  # where a page may start
         m.d.comb += failed.eq((failure.status != Status.OK) & ~(full & token.end))
+        refused = Signal()  # the list of selected pages, of the pass whose tokens are placed
+        unselected = Signal()  # the job whose passes come found no bounds to select by
         self._read(m, dropping)
-        self._walk(m, work, token, full, free, failed, dropping)
-        self._place(m, work, last_within, token, full, free, failure)
+        self._walk(m, work, token, full, free, failed, dropping, refused, unselected)
+        self._place(m, work, last_within, token, full, free, failure, refused, unselected)
         with m.If(self.i.ready):
             m.d.sync += [
                 work.eq(self.i.payload),
@@ -134,35 +145,84 @@ class PageFeed(wiring.Component):
             issue.stop.eq(dropping & (ahead == 0)),
         ]
 
-    def _walk(self, m, work, token, full, free, failed, dropping):
+    def _walk(self, m, work, token, full, free, failed, dropping, refused, unselected):
         """Takes lines apart: one token per page, and one at the end of the pass."""
+        selector, words = self.selector, self.list.words
+        coming, selecting = self.i.payload.selecting, work.selecting
+        begun, serve = Signal(), Signal()  # the pass
+        listing, listed = Signal(), Signal()  # its list is being written; all of it was handed on
+        seen, seen_page = Signal(), Signal(PAGE_BITS, reset_less=True)  # the last page that counted
+        known, chosen, kept, go = Signal(), Signal(), Signal(reset_less=True), Signal()
+        candidate = Signal(ROW_BITS)
+        starts = coming.bounds & coming.first & ~begun  # a job that selects
         line = self.lines.payload
         page, index = Signal(PAGE_BITS, reset_less=True), Signal(ROW_BITS, reset_less=True)
         is_last = page == work.last_page
+        m.d.comb += [
+            selector.select_pages.eq(coming.pages),
+            selector.serve.eq(serve),
+            words.payload.tenant.eq(work.tenant),
+            words.payload.line.eq(selecting.line),
+            words.payload.word.eq(page),
+            known.eq(seen & (page == seen_page)),
+            chosen.eq(Mux(known, kept, selector.verdicts.payload)),
+            go.eq(
+                known | ~selecting.selects | (selector.verdicts.valid & (words.ready | ~(listing & chosen)))
+            ),
+        ]
+
+        def after_piece(of, empty):
+            """Where the walk of a piece goes on."""
+            with m.If(~empty):
+                m.next = "WALK"
+            with m.Elif(of.last):
+                m.next = "END"
+
         with m.If(free):
             m.d.sync += full.eq(0)
         with m.FSM():
             with m.State("START"):
-                m.d.comb += self.i.ready.eq(free)  # the last token of the work before has left
+                # the last token of the work before has left
+                m.d.comb += self.i.ready.eq(free & (selector.idle | ~starts))
                 m.d.sync += [page.eq(self.i.payload.first_page), index.eq(self.i.payload.first_index)]
-                with m.If(self.i.valid & free):
-                    with m.If(~self.i.payload.empty):
-                        m.next = "WALK"
-                    with m.Elif(self.i.payload.last):
-                        m.next = "END"
+                with m.If(self.i.valid & self.i.ready):
+                    m.d.comb += selector.start.eq(starts)
+                    m.d.sync += [begun.eq(1), serve.eq(coming.selects)]
+                    after_piece(self.i.payload, self.i.payload.empty)
+                    with m.If(coming.selects & coming.first & ~begun):
+                        m.next = "COUNT"
+            with m.State("COUNT"):
+                m.d.comb += [
+                    words.valid.eq(selector.idle & ~unselected),
+                    words.payload.word.eq(selector.selected),
+                ]
+                with m.If(unselected | (words.valid & words.ready)):
+                    m.d.sync += listing.eq(~unselected)
+                    m.next = "START"
+                    after_piece(work, work.empty)
             with m.State("WALK"):
                 within = page[:_ENTRIES_SHIFT]
-                with m.If(failed):
+                ready = free & self.lines.valid
+                with m.If(failed | (selecting.selects & unselected)):
                     m.next = "DROP"
-                with m.Elif(free & self.lines.valid):
-                    m.d.comb += self.lines.ready.eq(within.all() | is_last)
+                with m.Elif(ready):
+                    m.d.comb += words.valid.eq(listing & ~known & selector.verdicts.valid & chosen)
+                with m.If(ready & go & ~failed & ~(selecting.selects & unselected)):
+                    m.d.comb += [
+                        self.lines.ready.eq(within.all() | is_last),
+                        selector.verdicts.ready.eq(selecting.selects & ~known),
+                    ]
                     m.d.sync += [
-                        full.eq(1),
+                        full.eq(Mux(selecting.bounds, ~known, ~selecting.selects | chosen)),
+                        seen.eq(1),
+                        seen_page.eq(page),
+                        kept.eq(chosen),
+                        candidate.eq(candidate + ~known),
                         token.end.eq(0),
                         token.first.eq(page == work.first_page),
                         token.last.eq(is_last),
                         token.page.eq(page),
-                        token.index.eq(index),
+                        token.index.eq(Mux(selecting.bounds, candidate, index)),
                         token.status.eq(line_status(line.fault)),
                         token.entry.eq(line.data.word_select(within, ENTRY.width)),
                         page.eq(page + 1),
@@ -179,11 +239,24 @@ class PageFeed(wiring.Component):
                     with m.If(work.last):
                         m.next = "END"
             with m.State("END"):
-                with m.If(free):
-                    m.d.sync += [full.eq(1), token.end.eq(1)]
+                m.d.comb += [words.valid.eq(listing & ~listed), words.payload.end.eq(1)]
+                with m.If(listing):
+                    with m.If(words.valid & words.ready):
+                        m.d.sync += listed.eq(1)
+                    with m.If(listed & self.list.idle):
+                        m.d.sync += [listing.eq(0), listed.eq(0), refused.eq(self.list.refused)]
+                with m.Elif(free):
+                    m.d.sync += [
+                        full.eq(1),
+                        token.end.eq(1),
+                        begun.eq(0),
+                        serve.eq(0),
+                        seen.eq(0),
+                        candidate.eq(0),
+                    ]
                     m.next = "START"
 
-    def _place(self, m, work, last_within, token, full, free, failure):
+    def _place(self, m, work, last_within, token, full, free, failure, refused, unselected):
         """Checks an entry and sends its page to its unit.
 
         The last token of a work leaves before the next one is taken, so that `work` is its own.
@@ -224,20 +297,22 @@ class PageFeed(wiring.Component):
         with m.Elif(bad):
             m.d.comb += status.eq(Status.BAD_PAGE)
 
-        first_row = Mux(token.first, work.first_begin, 0)
+        bounds = work.selecting.bounds
+        first_row = Mux(token.first & ~bounds, work.first_begin, 0)
         m.d.comb += [
             item.last.eq(token.end),
             item.page.eq(token.page),
             item.row.eq(first_row),
             item.index.eq(token.index + first_row),
-            item.rows.eq(Mux(token.last, work.last_end, work.page_rows) - first_row),
+            item.rows.eq(Mux(bounds, 2, Mux(token.last, work.last_end, work.page_rows) - first_row)),
             emits.eq(full & (token.end | (status == Status.OK))),
             room.eq(~Cat(blocked).any() & (~token.end | told)),
             # What is dropped waits, too: the line's next entry must not hang on the check of this one.
             free.eq(~full | room),
+            self.selector.asked.eq(full & room & emits & ~token.end & bounds),
         ]
         for line, offset in (
-            (item.k_line, Mux(token.first, work.k_first, 0)),
+            (item.k_line, Mux(bounds, work.summary, Mux(token.first, work.k_first, 0))),
             (item.v_line, Mux(token.first, work.v_first, work.v_offset)),
             (item.k_scales, Mux(token.first, work.k_scales_first, work.k_scales)),
             (item.v_scales, Mux(token.first, work.v_scales_first, work.v_scales)),
@@ -249,9 +324,14 @@ class PageFeed(wiring.Component):
         m.d.comb += to.eq(Mux(token.end, (1 << self.units) - 1, 1 << unit))
         with m.If(full & free):
             with m.If(token.end):
-                m.d.sync += [failure.eq(0), outcome.eq(failure), told.eq(0)]
+                m.d.sync += [failure.eq(0), outcome.eq(failure), told.eq(0), refused.eq(0)]
                 with m.If(failure.status == Status.OK):
-                    m.d.sync += outcome.status.eq(work.status)
+                    m.d.sync += outcome.status.eq(
+                        Mux(refused & (work.status == Status.OK), Status.RESULT_DENIED, work.status)
+                    )
+                with m.If(bounds):
+                    good = (failure.status == Status.OK) & (work.status == Status.OK)
+                    m.d.sync += unselected.eq(~good | (unselected & ~work.selecting.first))
             with m.Elif((failure.status == Status.OK) & (status != Status.OK)):
                 m.d.sync += failure.status.eq(status)
                 with m.If(status == Status.BAD_PAGE):

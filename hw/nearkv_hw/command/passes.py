@@ -1,11 +1,12 @@
 """Jobs into passes."""
 
-from amaranth.hdl import Module, Mux, Signal, signed
+from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi.config import QUERY_CHOICES
 from ..abi.descriptor import TREE_ROW_BYTES, WORD_BYTES
+from ..abi.formats import BF16, QUERY_FORMATS
 from ..abi.lines import LINE_BYTES
 from ..abi.numerics import MAX_ROWS
 from ..interfaces import LINE_ADDRESS_BITS, POSITION_BITS, ResultJob, UnitJob
@@ -22,6 +23,11 @@ PASS = data.StructLayout(
 """All that the blocks behind need to know of a pass."""
 
 _LISTS = [name + part for name in ("codebook", "slopes", "sinks") for part in ("", "_line")]
+_NOT_FOR_BOUNDS = (
+    *(f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")),
+    *("v_format", "softcap", "sinks", "slopes", "codebook", "latent", "causal", "window", "kept", "tree"),
+)
+"""What the rows of a summary have not, and what does not change a bound."""
 _LIST_SHIFT = (LINE_BYTES // WORD_BYTES).bit_length() - 1
 _MASK_SHIFT = (LINE_BYTES // TREE_ROW_BYTES).bit_length() - 1
 
@@ -37,6 +43,9 @@ class Passes(wiring.Component):
     -------
     i : In(stream(Plan)) : good jobs.
     o : Out(stream(PASS)) : their passes, in order.
+
+    A job that selects pages has as many passes of bounds first: of the same queries, over the summaries of
+    the same pages, without lists and without results.
 
     Of the rows those that no query row can see, by causality and window, are left out; not where there is a
     tree, whose positions are not known here.
@@ -64,18 +73,20 @@ class Passes(wiring.Component):
         result_line = Signal(LINE_ADDRESS_BITS, reset_less=True)
         rows = Signal(RangeWork, reset_less=True)
         # query row and head of the pass's first query, and of the next one's
+        bounds, bounded = Signal(), Signal()  # a pass of bounds; they are behind
         row, head = Signal(plan.query_rows.shape()), Signal(plan.group.shape())
         next_row, next_head = Signal.like(row), Signal(len(head) + 1)
         after, before = (  # the position after the last query row's, and the first one that a window shows
             Signal(signed(POSITION_BITS + 1), name=name, reset_less=True) for name in ("after", "before")
         )
 
-        self._describe(m, done, now, query_line, result_line, rows, row, next_row, next_head)
+        self._describe(m, done, now, bounds, query_line, result_line, rows, row, next_row, next_head)
         shift = self.queries.bit_length() - 1
 
         with m.FSM():
             with m.State("START"):
                 m.d.sync += [
+                    bounds.eq(plan.select & ~bounded),
                     done.eq(0),
                     now.eq(self._at_most(plan.queries)),
                     entry_offset.eq(plan.kv_head * plan.entry_lines),
@@ -102,6 +113,10 @@ class Passes(wiring.Component):
                     rows.pages.eq(plan.pages),
                     # What lies beyond every address lies beyond the memory: the fabric refuses it.
                     rows.entry_line.eq(line_or_last(line)),
+                    rows.selecting.bounds.eq(bounds),
+                    rows.selecting.selects.eq(bounded),
+                    rows.selecting.pages.eq(plan.select_pages),
+                    rows.selecting.line.eq(plan.selected_line),
                     *_seen(plan, after, before, rows),
                 ]
                 m.next = "SEND"
@@ -127,7 +142,8 @@ class Passes(wiring.Component):
                 following = self._at_most((plan.queries - done)[:QUERIES_BITS])
                 m.d.sync += [now.eq(following), next_head.eq(head + following)]
                 with m.If(done == plan.queries):
-                    m.d.comb += self.i.ready.eq(1)
+                    m.d.comb += self.i.ready.eq(~bounds)
+                    m.d.sync += bounded.eq(bounds)
                     m.next = "START"
                 with m.Elif(plan.tree):
                     m.next = "COUNT"
@@ -138,7 +154,7 @@ class Passes(wiring.Component):
     def _at_most(self, left):
         return Mux(left > self.queries, self.queries, left)
 
-    def _describe(self, m, done, now, query_line, result_line, rows, row, next_row, next_head):
+    def _describe(self, m, done, now, bounds, query_line, result_line, rows, row, next_row, next_head):
         """The pass that stands in the registers, as the blocks behind want it."""
         plan, out = self.i.payload, self.o.payload
         unit, result = out.unit, out.result
@@ -174,6 +190,8 @@ class Passes(wiring.Component):
         ):
             m.d.comb += unit[name].eq(plan[name])
         m.d.comb += [
+            unit.bounds.eq(bounds),
+            unit.last.eq(done + now == plan.queries),
             unit.tenant.eq(plan.tenant),
             unit.queries.eq(now),
             unit.first.eq(done == 0),
@@ -197,7 +215,20 @@ class Passes(wiring.Component):
             out.query_work.masks_line.eq(plan.tree_line + position_lines + (row >> _MASK_SHIFT)),
             out.query_work.mask_lines.eq((last_row >> _MASK_SHIFT) - (row >> _MASK_SHIFT) + 1),
             out.range_work.eq(rows),
+            out.range_work.selecting.first.eq((done == 0) & (rows.selecting.bounds | rows.selecting.selects)),
+            result.fault.eq(bounds),
         ]
+        with m.If(bounds):
+            m.d.comb += [
+                *(unit[name].eq(0) for name in _NOT_FOR_BOUNDS),
+                *(out.query_work[name].eq(0) for name in ("codebook", "slopes", "sinks", "tree")),
+                unit.k_format.eq(Mux(_among(plan.k_format, QUERY_FORMATS), plan.k_format, BF16.code)),
+                unit.value_dim.eq(1),
+            ]
+
+
+def _among(value, formats):
+    return Cat(value == form.code for form in formats.values()).any()
 
 
 def line_or_last(line):

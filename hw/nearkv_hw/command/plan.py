@@ -1,11 +1,11 @@
 """What a job's geometry comes to, worked out while the header of its page table is read."""
 
-from amaranth.hdl import Module, Mux, Signal
+from amaranth.hdl import Module, Mux, Signal, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi.config import EXTENT_BYTES
-from ..abi.descriptor import MAX_PAGE_ROWS_LOG2
+from ..abi.descriptor import MAX_CANDIDATES, MAX_PAGE_ROWS_LOG2
 from ..abi.formats import OutputForm
 from ..abi.lines import LINE_BYTES, LINE_SHIFT
 from ..abi.memory import ResultLayout
@@ -23,6 +23,7 @@ from .records import (
     Planned,
     RowLines,
 )
+from .selection import check_candidates
 
 _QUERY_BYTES = 2  # of an element
 
@@ -38,18 +39,27 @@ _MEASURED = data.StructLayout(
         "scaled": 2,  # whether K has scales, and V
         "result_lines": RESULT_LINES_BITS,
         "last_row": 32,
+        "first_page": 32,
         "bad_rows": 1,
     }
 )
 """A descriptor's rows worked out."""
 _DIVIDED = data.StructLayout(
-    {"measured": _MEASURED, **{f"{rows}_{what}": PAGE_LINE_BITS for rows in "kv" for what in _AREAS}}
+    {
+        "measured": _MEASURED,
+        "last_page": 32,
+        **{f"{rows}_{what}": PAGE_LINE_BITS for rows in "kv" for what in _AREAS},
+    }
 )
 """And the lines of its pages' areas."""
 
 
 class Planner(wiring.Component):
     """Works out where a job's rows, entries and results lie, in three stages.
+
+    Parameters
+    ----------
+    candidates : pages that a job may select from.
 
     Members
     -------
@@ -61,8 +71,10 @@ class Planner(wiring.Component):
 
     latency_cycles = 3 * Buffer.latency_cycles
 
-    i: In(stream.Signature(Checked))
-    o: Out(stream.Signature(Planned))
+    def __init__(self, *, candidates=MAX_CANDIDATES):
+        check_candidates(candidates)
+        self.candidates = candidates
+        super().__init__({"i": In(stream.Signature(Checked)), "o": Out(stream.Signature(Planned))})
 
     def elaborate(self, platform):
         m = Module()
@@ -86,6 +98,7 @@ class Planner(wiring.Component):
             out.query_lines.eq(_lines(job.head_dim, _QUERY_BYTES)),
             out.result_lines.eq(_result_lines(job)),
             out.last_row.eq(job.row_end - 1),
+            out.first_page.eq(job.row_begin >> job.page_rows_log2),
             out.bad_rows.eq(
                 (job.row_begin > job.row_end) | (job.row_end > MAX_ROWS) | (own_rows > job.row_end)
             ),
@@ -101,8 +114,8 @@ class Planner(wiring.Component):
 
     def _divide(self, m, measured, out):
         """Lines of the areas of a page."""
-        m.d.comb += out.measured.eq(measured)
         log2 = measured.checked.job.page_rows_log2
+        m.d.comb += [out.measured.eq(measured), out.last_page.eq(measured.last_row >> log2)]
         for number, rows in enumerate("kv"):
             given = measured[rows]
             size_bytes = Signal(MAX_PAGE_ROWS_LOG2 + LINE_SHIFT + 1, name=f"{rows}_scale_bytes")
@@ -117,19 +130,27 @@ class Planner(wiring.Component):
         checked, job, plan = measured.checked, measured.checked.job, out.plan
         pages, latent = plan.pages, job.latent
         k_lines, v_lines = (divided[f"{rows}_codes"] + divided[f"{rows}_scales"] for rows in "kv")
-        page_lines = Signal(PAGE_LINE_BITS)
+        page_lines, summary = Signal(PAGE_LINE_BITS), Signal(PAGE_LINE_BITS)
+        apart = Signal(signed(33))  # first and last page
         m.d.comb += [
             *(out[name].eq(checked[name]) for name in ("ticket", "attends", "claims", "claim")),
             out.row_end.eq(job.row_end),
-            out.last_page.eq(measured.last_row >> job.page_rows_log2),
+            out.last_page.eq(divided.last_page),
             out.bad_rows.eq(measured.bad_rows),
-            out.bad_page.eq(page_lines > EXTENT_BYTES // LINE_BYTES),
+            apart.eq(divided.last_page - measured.first_page),
+            out.bad_page.eq(
+                (page_lines > EXTENT_BYTES // LINE_BYTES)
+                | (job.select & job.row_end.any() & (apart >= self.candidates))
+            ),
             *(plan[name].eq(job[name]) for name in _KEPT),
             plan.queries.eq(job.group * job.query_rows),
             plan.query_lines.eq(measured.query_lines),
             plan.result_lines.eq(measured.result_lines),
             pages.page_rows_log2.eq(job.page_rows_log2),
-            page_lines.eq(k_lines + Mux(latent, 0, v_lines)),
+            summary.eq(k_lines + Mux(latent, 0, v_lines)),
+            # a row of a summary takes as many lines as a query
+            page_lines.eq(summary + Mux(job.summaries, measured.query_lines << 1, 0)),
+            pages.summary.eq(summary),
             pages.page_lines.eq(page_lines),
             pages.k.eq(measured.k),
             pages.v.eq(Mux(latent, measured.k, measured.v)),

@@ -14,7 +14,7 @@ from ..structs import layout_of
 from .passes import line_or_last
 from .queries import line_status
 from .reader import RunIssue
-from .records import PAGE_LINE_BITS, PageLines, PageWork, RangeWork, Run, WalkLine, WalkRead
+from .records import PAGE_LINE_BITS, PageLines, PageWork, RangeWork, Run, Selecting, WalkLine, WalkRead
 
 _RANGES_PER_LINE = LINE_BITS // RANGE.width
 _RANGES_SHIFT = _RANGES_PER_LINE.bit_length() - 1
@@ -27,6 +27,7 @@ _PART = data.StructLayout(
         "tenant": TENANT_BITS,
         "entry_line": LINE_ADDRESS_BITS,
         "pages": PageLines,
+        "selecting": Selecting,
         "begin": ROW_BITS,
         "end": ROW_BITS,
         "empty": 1,
@@ -158,6 +159,7 @@ class Ranges(wiring.Component):
             parts.payload.tenant.eq(rows.tenant),
             parts.payload.entry_line.eq(rows.entry_line),
             parts.payload.pages.eq(rows.pages),
+            parts.payload.selecting.eq(rows.selecting),
             parts.payload.begin.eq(Mux(is_head, begin, tail_begin)),
             parts.payload.end.eq(Mux(is_head, head_end, tail_end)),
             parts.payload.empty.eq(~is_head & ~is_tail),
@@ -214,12 +216,15 @@ class Ranges(wiring.Component):
         part, pages, work, run = measured.part, measured.part.pages, out.work, out.run
         first_line, last_line = (page >> _ENTRIES_SHIFT for page in (measured.first_page, measured.last_page))
         m.d.comb += [
-            *(work[name].eq(part[name]) for name in ("empty", "last", "status")),
+            *(work[name].eq(part[name]) for name in ("tenant", "selecting", "empty", "last", "status")),
             *(
                 work[name].eq(measured[name])
                 for name in ("first_page", "last_page", "first_begin", "last_end")
             ),
-            *(work[name].eq(pages[name]) for name in ("page_lines", "k_scales", "v_offset", "v_scales")),
+            *(
+                work[name].eq(pages[name])
+                for name in ("page_lines", "k_scales", "v_offset", "v_scales", "summary")
+            ),
             work.page_rows.eq(1 << pages.page_rows_log2),
             work.first_index.eq(measured.first_page << pages.page_rows_log2),
             work.k_first.eq(measured.k_codes),

@@ -5,11 +5,13 @@ completion record) and, when it is a good attention job, a `Plan`, which is spli
 """
 
 from amaranth.hdl import signed
-from amaranth.lib import data
+from amaranth.lib import data, stream
+from amaranth.lib.wiring import In, Out, Signature
 
 from ..abi.config import QUERY_CHOICES
 from ..abi.descriptor import (
     CLAIM,
+    EXTENSION,
     MAX_LARGE_DIM,
     MAX_PAGE_ROWS_LOG2,
     MAX_QUERY_ROWS,
@@ -20,7 +22,15 @@ from ..abi.descriptor import (
 from ..abi.formats import OutputForm
 from ..abi.lines import LINE_BITS, LINE_BYTES, lines_of
 from ..abi.memory import ResultLayout
-from ..interfaces import LINE_ADDRESS_BITS, PAGE_BITS, POSITION_BITS, ROW_BITS, TENANT_BITS, Fault
+from ..interfaces import (
+    CANDIDATE_BITS,
+    LINE_ADDRESS_BITS,
+    PAGE_BITS,
+    POSITION_BITS,
+    ROW_BITS,
+    TENANT_BITS,
+    Fault,
+)
 
 QUERIES_BITS = 15
 """Queries of a job: at most `MAX_GROUP` heads of 255 query rows."""
@@ -40,6 +50,7 @@ POSITION_LINES_BITS = lines_of(MAX_QUERY_ROWS * WORD_BYTES).bit_length()
 """Lines of the positions of a tree."""
 MASK_LINES_BITS = (max(QUERY_CHOICES) * TREE_ROW_BYTES // LINE_BYTES + 1).bit_length()
 """Lines with the masks of a pass's query rows."""
+SELECT_PAGES_BITS = EXTENSION["select_pages"].width
 EXTENT_BITS = CLAIM["first_extent"].width
 RUN_BITS = 19
 """Lines of a run of reads: a page table of 2^21 entries has 2^18 lines."""
@@ -76,6 +87,10 @@ class Job(data.Struct):
     range_count: 16
     tree: 1
     tree_line: LINE_ADDRESS_BITS
+    summaries: 1  # pages end with a summary
+    select: 1  # only `select_pages` pages count, whose numbers are written
+    select_pages: SELECT_PAGES_BITS
+    selected_line: LINE_ADDRESS_BITS
     score_factor: 32
     softcap: 32
     head_dim: 10
@@ -118,7 +133,8 @@ class Ticket(data.Struct):
     tag: 32
     status: Status
     detail: 32
-    passes: PASSES_BITS  # passes that the units run for it; 0 unless it is a good attention job
+    passes: PASSES_BITS  # times that its rows are read; 0 unless it is a good attention job
+    bounds: 1  # as many passes before them find the bounds of pages
 
 
 class Checked(data.Struct):
@@ -149,6 +165,17 @@ class PageLines(data.Struct):
     k_scales: PAGE_LINE_BITS  # scales of a page's first K row, where rows have scales
     v_offset: PAGE_LINE_BITS  # first V row of a page
     v_scales: PAGE_LINE_BITS
+    summary: PAGE_LINE_BITS  # where the page has one
+
+
+class Selecting(data.Struct):
+    """What a pass has to do with the selection of its job's pages; all zero for one without."""
+
+    bounds: 1  # it finds the bounds of the pages
+    selects: 1  # it reads the selected pages
+    first: 1  # it is the job's first one of its kind
+    pages: SELECT_PAGES_BITS
+    line: LINE_ADDRESS_BITS  # where the numbers of the selected pages are written
 
 
 class RangeWork(data.Struct):
@@ -168,6 +195,7 @@ class RangeWork(data.Struct):
     tail_end: ROW_BITS
     entry_line: LINE_ADDRESS_BITS  # with the entry of the context's first page
     pages: PageLines
+    selecting: Selecting
 
 
 class PageWork(data.Struct):
@@ -176,6 +204,8 @@ class PageWork(data.Struct):
     Offsets are lines from a page's first.
     """
 
+    tenant: TENANT_BITS
+    selecting: Selecting
     empty: 1  # no rows
     last: 1  # of the pass
     status: Status  # why the pass ends early; such work is empty and the last
@@ -193,6 +223,7 @@ class PageWork(data.Struct):
     k_scales_first: PAGE_LINE_BITS
     v_first: PAGE_LINE_BITS
     v_scales_first: PAGE_LINE_BITS
+    summary: PAGE_LINE_BITS
 
 
 class Plan(data.Struct):
@@ -219,6 +250,9 @@ class Plan(data.Struct):
     window: 24
     kept: 24
     tree: 1
+    select: 1
+    select_pages: SELECT_PAGES_BITS
+    selected_line: LINE_ADDRESS_BITS
     ranges: 1
     range_count: 16
     row_begin: ROW_BITS
@@ -254,7 +288,7 @@ class Planned(data.Struct):
     row_end: 32
     last_page: 32
     bad_rows: 1  # the rows are reversed, or more than a context may have
-    bad_page: 1  # a page is larger than an extent
+    bad_page: 1  # a page is larger than an extent, or there are too many to select from
     plan: Plan
     claim: Claim
 
@@ -273,6 +307,39 @@ class Completed(data.Struct):
     tenant: TENANT_BITS
     index: 32
     failed: 1  # the status is not OK
+
+
+class SelectorPort(Signature):
+    """What the page feed has of the selector, seen from the feed; see `Selector`."""
+
+    def __init__(self):
+        super().__init__(
+            {
+                "start": Out(1),
+                "select_pages": Out(SELECT_PAGES_BITS),
+                "asked": Out(1),
+                "idle": In(1),
+                "selected": In(CANDIDATE_BITS + 1),
+                "serve": Out(1),
+                "verdicts": In(stream.Signature(1)),
+            }
+        )
+
+
+class ListWord(data.Struct):
+    """A word of the list of a job's selected pages, or its end."""
+
+    end: 1  # no word
+    word: PAGE_BITS
+    tenant: TENANT_BITS
+    line: LINE_ADDRESS_BITS  # where the list begins
+
+
+class ListPort(Signature):
+    """Where the page feed sends such a list, seen from the feed; see `ListWriter`."""
+
+    def __init__(self):
+        super().__init__({"words": Out(stream.Signature(ListWord)), "idle": In(1), "refused": In(1)})
 
 
 class Run(data.Struct):

@@ -5,10 +5,11 @@ from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi import DeviceConfig
+from ..abi.descriptor import MAX_CANDIDATES
 from ..abi.lines import LINE_BYTES
 from ..common.buffer import Buffer
 from ..common.fork import Fork
-from ..interfaces import FabricPort, OwnerPort, PageItem, QueryLine, ResultJob, Snoop, UnitJob
+from ..interfaces import Bound, FabricPort, OwnerPort, PageItem, QueryLine, ResultJob, Snoop, UnitJob
 from .admit import Admit
 from .check import Check
 from .claim import Claimer
@@ -19,6 +20,8 @@ from .queries import QueryFeed, QueryRuns
 from .ranges import Ranges
 from .reader import LineReader, RunIssue
 from .records import Outcome, Posted, Ticket
+from .selected import ListWriter, SharedPort
+from .selection import Selector, check_candidates
 
 ENTRIES, HEADERS, RANGES, QUERIES = range(4)
 """Clients of the walker's reader; the first goes first."""
@@ -40,13 +43,16 @@ class Walker(wiring.Component):
     Parameters
     ----------
     config : what the device is made of. Without units there are no ports for them, and no job is taken.
+    candidates : pages that a job may select from, as of `Selector`.
 
     Members
     -------
     descriptors : In(stream(Posted)) : descriptors, of all tenants.
-    fabric : Out(FabricPort) : reads of headers, page tables, queries and lists.
+    fabric : Out(FabricPort) : reads of headers, page tables, queries and lists; writes of the lists of
+        selected pages.
     owners : Out(OwnerPort).array(slices) : the slices' owner tables, for claims.
     jobs, queries, pages : Out(stream(UnitJob | QueryLine | PageItem)).array(units) : for each unit.
+    bounds : In(stream(Bound)).array(units) : from each unit, in passes of bounds.
     results : Out(stream(ResultJob)) : for the results side.
     tickets : Out(stream(Ticket)), query_outcomes, page_outcomes : Out(stream(Outcome)) : for the completer, a
         ticket per descriptor, outcomes per pass.
@@ -79,10 +85,12 @@ class Walker(wiring.Component):
     )
     miss_cycles = LineReader.request_cycles + LineReader.answer_cycles - LineReader.hit_latency_cycles
 
-    def __init__(self, *, config):
+    def __init__(self, *, config, candidates=MAX_CANDIDATES):
         if not isinstance(config, DeviceConfig):
             raise TypeError(f"config must be a DeviceConfig, not {config!r}")
+        check_candidates(candidates)
         self.config = config
+        self.candidates = candidates
         units, slices = config.units, config.slices
         super().__init__(
             {
@@ -92,6 +100,7 @@ class Walker(wiring.Component):
                 "jobs": Out(stream.Signature(UnitJob)).array(units),
                 "queries": Out(stream.Signature(QueryLine)).array(units),
                 "pages": Out(stream.Signature(PageItem)).array(units),
+                "bounds": In(stream.Signature(Bound)).array(units),
                 "results": Out(stream.Signature(ResultJob)),
                 "tickets": Out(stream.Signature(Ticket)),
                 "query_outcomes": Out(stream.Signature(Outcome)),
@@ -110,7 +119,7 @@ class Walker(wiring.Component):
         config = self.config
         capacity_lines = config.capacity_bytes // LINE_BYTES
         m.submodules.check = check = Check(capacity_lines=capacity_lines, units=config.units)
-        m.submodules.planner = planner = Planner()
+        m.submodules.planner = planner = Planner(candidates=self.candidates)
         m.submodules.admit = admit = Admit(queries=config.queries)
         m.submodules.claimer = claimer = Claimer(slices=config.slices, extents=config.extents)
 
@@ -156,7 +165,15 @@ class Walker(wiring.Component):
         wiring.connect(m, check.tables, reader.request[HEADERS])
         wiring.connect(m, reader.response[HEADERS], admit.tables)
         wiring.connect(m, admit.jobs, passes.i)
-        wiring.connect(m, reader.fabric, wiring.flipped(self.fabric))
+        m.submodules.port = port = SharedPort()
+        m.submodules.selector = selector = Selector(units=config.units, candidates=self.candidates)
+        m.submodules.list_writer = list_writer = ListWriter()
+        wiring.connect(m, reader.fabric, port.reader)
+        wiring.connect(m, list_writer.requests, port.requests)
+        wiring.connect(m, port.answers, list_writer.answers)
+        wiring.connect(m, port.fabric, wiring.flipped(self.fabric))
+        wiring.connect(m, page_feed.selector, selector.feed)
+        wiring.connect(m, page_feed.list, list_writer.feed)
         wiring.connect(m, query_issue.o, reader.request[QUERIES])
         wiring.connect(m, reader.response[QUERIES], query_feed.lines)
         wiring.connect(m, page_feed.reads, reader.request[ENTRIES])
@@ -169,6 +186,7 @@ class Walker(wiring.Component):
         ]
         self._hand_out(m, passes.o, query_runs, query_feed, ranges)
         for n in range(config.units):
+            wiring.connect(m, wiring.flipped(self.bounds[n]), selector.bounds[n])
             wiring.connect(m, query_feed.o[n], wiring.flipped(self.queries[n]))
             wiring.connect(m, page_feed.o[n], wiring.flipped(self.pages[n]))
         self._queued(m, query_feed.outcomes, wiring.flipped(self.query_outcomes))

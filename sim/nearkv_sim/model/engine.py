@@ -22,7 +22,7 @@ from .memory import LineIndices, Memory
 from .native import Native
 from .plain import Kind, Plain, PlainJobs
 from .segments import Segments, lines_of, segments, spoilt
-from .selection import candidates, select, selected_lines
+from .selection import candidates, select, selected_lines, summary_fault
 from .walker import admit, read_queries, walk
 from .window import CommandWindow
 
@@ -155,14 +155,17 @@ class Engine:
         found = walk(job, entries, self.memory, needed)
         if job.asked is not None and job.asked.select_pages:
             assert job.seen is not None
-            if queries[0] is not Status.OK:
-                raise Refusal(queries[0])
-            if fault := found.fault or list_fault:
+            numbers = candidates(job, job.asked, job.seen)
+            numbers = numbers[numbers < job.first_page + len(found.pages)]
+            self._stream_summaries(batch, index, job, passes, found.pages[numbers - job.first_page])
+            # Bounds come before everything else, of the first pass's queries, then of the others'.
+            bad = [Refusal(status) for status in queries if status is not Status.OK]
+            fault = Refusal(queries[0]) if queries[0] is not Status.OK else None
+            fault = fault or summary_fault(job, numbers, found.pages, self.memory)
+            if fault := fault or found.fault or list_fault or next(iter(bad), None):
                 raise fault
-            before = candidates(job, job.asked, job.seen)
-            job, chosen = select(job, job.asked, job.seen, found.pages, self.memory)
+            job, chosen = select(job, job.asked, job.seen, numbers, found.pages, self.memory)
             batch.selected[index] = selected_lines(chosen)
-            self._stream_summaries(batch, index, job, found.pages[before - job.first_page])
         parts = segments(job)
         parts = parts.where(parts.pages < job.first_page + len(found.pages))
         first_lines = found.pages[parts.pages - job.first_page]
@@ -228,11 +231,18 @@ class Engine:
         batch.lines[index] += lines.sum()
         batch.alone[index] = Kind(job, config).work(streamed / len(passes))
 
-    def _stream_summaries(self, batch: _Batch, index: int, job: Job, first_lines: LineIndices) -> None:
-        """Count the lines of the summaries that a selection reads once."""
-        lines = np.full(len(first_lines), 2 * job.layout.summary_lines)
+    def _stream_summaries(
+        self, batch: _Batch, index: int, job: Job, passes: list[int], first_lines: LineIndices
+    ) -> None:
+        """Count the lines of the summaries that a selection reads, in passes of their own."""
+        config, counters = self._config, self._counters
+        lines = np.full(len(first_lines), 2 * job.layout.summary_lines * len(passes))
+        counters.device["violations"] += int(lines[~self.memory.allowed(first_lines, job.tenant)].sum())
         channels = self.memory.channels_of(first_lines)
-        self._counters.stream(np.bincount(channels, lines, self._config.slices).astype(np.int64))
+        counters.stream(np.bincount(channels, lines, config.slices).astype(np.int64))
+        for queries in passes:
+            counters.channels["partial_beats"] += timing.partial_beats(config, queries, 1)
+        batch.passes[index] = len(passes)
         batch.lines[index] += lines.sum()
 
     def _claim(self, fields: dict[str, int], tenant: int) -> None:

@@ -15,6 +15,7 @@ from nearkv_hw.abi.descriptor import (
     EXTENSION,
     FLAG_EXTENDED,
     FLAG_SINKS,
+    MAX_CANDIDATES,
     MAX_GROUP,
     MAX_HEAD_DIM,
     MAX_LARGE_DIM,
@@ -297,10 +298,14 @@ def check(
     lines = {name: line_of(fields[name]) for name in ("table", "queries", "result")}
     sinks = line_of(fields["sinks"]) if fields["flags"] & FLAG_SINKS else None
     asked = _asked(more, shape, config) if fields["flags"] & FLAG_EXTENDED else None
+    log2 = fields["page_rows_log2"]
     try:
-        shape.layout(fields["page_rows_log2"])
+        shape.layout(log2)
     except ValueError:
         raise Refusal(Status.BAD_GEOMETRY) from None
+    apart = (fields["row_end"] - 1 >> log2) - (fields["row_begin"] >> log2)
+    if more["select_pages"] and apart >= MAX_CANDIDATES:
+        raise Refusal(Status.BAD_GEOMETRY)
     return Job(
         tenant=tenant,
         shape=shape,
@@ -324,6 +329,8 @@ def _check_flags(fields: dict[str, int], more: dict[str, int], features: Feature
     wanted = Feature(0)
     for option, feature in _OPTION_FEATURES.items():
         wanted |= feature if options & option else Feature(0)
+    both = OPTION_TREE | OPTION_SELECT
+    wanted |= Feature.TREE_SELECTION if options & both == both else Feature(0)
     wanted |= Feature.QUERY_ROWS if windowed or query_rows > 1 else Feature(0)
     wanted |= Feature.SOFTCAP if more["softcap"] else Feature(0)
     positions = (options & (OPTION_CAUSAL | OPTION_ALIBI) or more["window"]) and not options & OPTION_TREE

@@ -27,30 +27,38 @@ def candidates(job: Job, asked: Asked, seen: Seen) -> npt.NDArray[np.int64]:
     return found
 
 
+def summary_fault(
+    job: Job, numbers: npt.NDArray[np.int64], pages: LineIndices, memory: Memory
+) -> Refusal | None:
+    """The first of these pages that the tenant does not own, or whose summary is lost.
+
+    Parameters
+    ----------
+    pages : first lines of the pages from the job's first one on.
+    """
+    first = pages[numbers - job.first_page] + job.layout.summary_offset // LINE_BYTES
+    allowed = memory.allowed(first, job.tenant)
+    lost = memory.spoilt(first, first + 2 * job.layout.summary_lines, 1) if not memory.intact else ~allowed
+    faults = np.flatnonzero(~allowed | lost)
+    if not len(faults):
+        return None
+    status = Status.POISON if allowed[faults[0]] else Status.PAGE_DENIED
+    return Refusal(status, int(numbers[faults[0]]))
+
+
 def select(
-    job: Job, asked: Asked, seen: Seen, pages: LineIndices, memory: Memory
+    job: Job, asked: Asked, seen: Seen, numbers: npt.NDArray[np.int64], pages: LineIndices, memory: Memory
 ) -> tuple[Job, npt.NDArray[np.int64]]:
     """The job with the rows of selected pages alone, and their numbers.
 
     Parameters
     ----------
-    pages : first lines of the pages from the job's first one on, those of candidates good.
-
-    Raises
-    ------
-    Refusal : for a page that the tenant does not own, or a summary that is lost.
+    numbers : the candidates, whose pages and summaries are good.
+    pages : first lines of the pages from the job's first one on.
     """
-    numbers = candidates(job, asked, seen)
-    layout = job.layout
-    first = pages[numbers - job.first_page] + layout.summary_offset // LINE_BYTES
-    allowed = memory.allowed(first, job.tenant)
-    lost = memory.spoilt(first, first + 2 * layout.summary_lines, 1) if not memory.intact else ~allowed
-    faults = np.flatnonzero(~allowed | lost)
-    if len(faults):
-        status = Status.POISON if allowed[faults[0]] else Status.PAGE_DENIED
-        raise Refusal(status, int(numbers[faults[0]]))
     chosen = numbers
     if len(numbers) > asked.select_pages:
+        first = pages[numbers - job.first_page] + job.layout.summary_offset // LINE_BYTES
         bounds = _bounds(job, first, memory)
         order = np.lexsort((numbers[:-1], -bounds[:-1]))[: asked.select_pages - 1]
         chosen = np.append(np.sort(numbers[:-1][order]), numbers[-1])

@@ -1,6 +1,7 @@
 # amaranth: UnusedElaboratable=no
 """The array: query, K and V lines and reads in any order give exact dot products, sums and lane flags."""
 
+from dataclasses import replace
 from itertools import product
 
 import cocotb
@@ -58,13 +59,15 @@ class Model:
             self.kept[*place, lane] = element
 
     def score(self, operation, elements):
-        """The row's dot products after its last line, else None."""
-        if operation["line"] == 0:
+        """The dot products of a row, or of a pair of rows, after its last line, else None."""
+        if operation["line"] == 0 and not operation["goes_on"]:
             self.dots = [dot_product([], []) for _ in self.queries]
         for query, dot in enumerate(self.dots):
             place = query, operation["number"] % BANKS, operation["line"]
             for lane, element in enumerate(elements):
-                dot.add(self.kept[*place, lane], element)
+                of_query = self.kept[*place, lane]
+                if not operation["drop"] >> of_query.sign & 1:
+                    dot.add(of_query, element)
         return self.dots if operation["last"] else None
 
     def value(self, operation, elements, weights):
@@ -123,6 +126,8 @@ async def equals_the_contract(dut, kind):
         scales = [0x3F80 if form.bits == 16 else codes(rng, of, 1, kind)[0] for _ in range(-(-lanes // 16))]
         decoded = decode_all(scales, of)
         elements = [scaled(element, decoded[n // 16]) for n, element in enumerate(elements)]
+        if operation.get("load"):  # a NaN has a sign bit, too
+            elements = [replace(x, sign=code >> 15) for x, code in zip(elements, own, strict=True)]
         return pack_codes(word, form), (scales, of), elements
 
     def pack_codes(word, form):
@@ -185,8 +190,13 @@ async def equals_the_contract(dut, kind):
         elif what == "end":
             add({"end": 1, "number": number})
         elif what == "score":
-            for n in range(ROW_LINES):
-                add({"score": 1, "number": number, "line": n, "last": int(n == ROW_LINES - 1)})
+            pair = rng.random() < 0.5
+            drops = rng.choice([(1, 2), (2, 1), (0, 3)]) if pair else (0,)
+            for second, drop in enumerate(drops):
+                for n in range(ROW_LINES):
+                    last = int(n == ROW_LINES - 1 and second == pair)
+                    row = {"last": last, "goes_on": second, "drop": drop}
+                    add({"score": 1, "number": number, "line": n, **row})
         else:
             first = int(number % BANKS not in begun or rng.random() < 0.1)
             begun.add(number % BANKS)

@@ -12,10 +12,12 @@ from attention_golden import float32_bits
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi.descriptor import MAX_LARGE_DIM, Status
 from nearkv_hw.abi.formats import BF16, ELEMENT_FORMATS, FP4_E2M1, FP16, INT8, LUT4, QUERY_FORMATS
+from nearkv_hw.attention.bounds import Bounds
 from nearkv_hw.attention.shape import MAX_DIM
 from nearkv_hw.attention.unit import COUNTERS, AttentionUnit
 from nearkv_hw.interfaces import (
     BeatKind,
+    Bound,
     Fault,
     PageItem,
     QueryLine,
@@ -27,7 +29,7 @@ from nearkv_hw.interfaces import (
 from nearkv_sim.cocotb.payload import pack
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycle, cycles, random, start, value
-from unit_cases import Passes, RowScales, codes, random_pass
+from unit_cases import Passes, RowScales, codes, random_bounds, random_pass
 
 VECTORS = Path(__file__).parents[2] / "conformance" / "data" / "contract.json"
 LATENCY_CYCLES = 40
@@ -71,6 +73,11 @@ def test_parameters_are_checked(arguments, message):
         AttentionUnit(**arguments)
 
 
+def test_pipes_of_bounds_are_checked():
+    with pytest.raises(ValueError, match="pipes must be a positive integer, not 0"):
+        Bounds(pipes=0)
+
+
 class Bench:
     """A unit with a memory behind it, and the passes that it gets."""
 
@@ -91,6 +98,7 @@ class Bench:
         self.partials = StreamSink(
             dut, "partials", backpressure=backpressure, shape=partial_beat(self.finish_lanes)
         )
+        self.bounds = StreamSink(dut, "bounds", backpressure=backpressure, shape=Bound)
         cocotb.start_soon(self._memory())
 
     def _request(self, request):
@@ -125,6 +133,9 @@ class Bench:
         for number, (job, expected) in enumerate(zip(self.passes.jobs, self.passes.expected, strict=True)):
             await self._check_pass(f"pass {number}", job, expected)
         assert len(self.partials) == 0
+        for number, bound in enumerate(self.passes.bounds):
+            assert await self.bounds.receive(1) == [bound], number
+        assert len(self.bounds) == 0
 
     async def _check_pass(self, name, job, expected):
         denominators = await self.partials.receive(job["queries"])
@@ -134,7 +145,7 @@ class Bench:
         assert {beat["kind"] for beat in denominators} == {BeatKind.DENOMINATOR.value}
         assert {beat["kind"] for beat in lanes} == {BeatKind.LANES.value}
         assert end["kind"] == BeatKind.END.value
-        got = end["status"], end["page"], end["lines"]
+        got = end["status"], end["page"], end["lines"]  # of a pass of bounds all that counts
         assert got == (expected.status, expected.page, expected.lines), name
         for query, golden in enumerate(expected.partials):
             where = f"{name} {job} query {query}"
@@ -214,6 +225,50 @@ async def random_passes_equal_the_contract(dut, idle, backpressure):
     assert counters["unit_lines"] == lines
     assert counters["unit_lines"] + counters["unit_no_data"] + counters["unit_wait"] == counters["unit_busy"]
     assert counters["partial_beats"] == len(bench.partials.cycles)
+
+
+@cocotb.test()
+@cocotb.parametrize(idle=[0.0, 0.4], backpressure=[0.0, 0.9])
+async def random_passes_of_bounds_among_others(dut, idle, backpressure):
+    await start(dut)
+    bench = Bench(dut, f"bounds {idle} {backpressure}", idle=idle, backpressure=backpressure)
+    for _ in range(14):
+        add = bench.rng.choice([random_bounds, random_bounds, random_pass])
+        add(bench.passes, bench.rng, parameters()["queries"])
+    await bench.run()
+
+
+@cocotb.test()
+async def every_kind_of_element_meets_every_other_in_a_bound(dut):
+    """Signs, zeros, infinities and NaN of queries, of the least and of the largest elements, and of c."""
+    await start(dut)
+    bench = Bench(dut, "kinds of elements")
+    kinds = [0x0000, 0x8000, 0x3F80, 0xBF80, 0x4120, 0xC120, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0]
+    pairs = [(least, largest) for least in kinds for largest in kinds]
+    for factor in (1.0, -1.0, 0.0, -0.0):
+        for query in kinds:
+            # one element alone, beside one that alone would give another score
+            bench.passes.add_bounds(
+                [[query, 0x3F80]],
+                [[[least, 0x3F80], [largest, 0x4000]] for least, largest in pairs],
+                factor_bits=float32_bits(factor),
+            )
+    await bench.run()
+
+
+@cocotb.test()
+async def a_page_at_fault_among_bounds_is_told(dut):
+    await start(dut)
+    bench = Bench(dut, "bounds at fault")
+    for fault, status in ((Fault.DENIED, Status.PAGE_DENIED), (Fault.POISON, Status.POISON)):
+        begin = len(bench.passes.memory)
+        random_bounds(bench.passes, bench.rng, 1, pages=20)
+        line = bench.rng.randrange(begin, len(bench.passes.memory))
+        bench.passes.faults[line] = fault.value
+        lines = (len(bench.passes.memory) - begin) // 20
+        expected = bench.passes.expected[-1]
+        expected.status, expected.page = status.value, 3 * ((line - begin) // lines)
+    await bench.run()
 
 
 @cocotb.test()
@@ -316,6 +371,22 @@ async def long_passes_take_a_line_per_cycle(dut, row_lines, format):
     rate = len(bench.responses) / took
     print(f"{len(bench.responses)} lines in {took} cycles, {rate:.4f} per cycle")
     assert rate >= 0.98 * min(1 / steps, 2 * row_lines / parameters()["row_cycles"])
+
+
+@cocotb.test()
+@cocotb.parametrize(row_lines=[1, 2, 4])
+async def long_passes_of_bounds_take_a_line_per_cycle(dut, row_lines):
+    await start(dut)
+    bench = Bench(dut, "rate of bounds")
+    dim, queries = row_lines * bench.line_lanes, parameters()["queries"]
+    rows = [codes(bench.rng, BF16, dim) for _ in range(2)]
+    for _ in range(3):
+        bench.passes.add_bounds([codes(bench.rng, BF16, dim)] * queries, [rows] * (512 // row_lines))
+    await bench.run()
+    took = bench.responses[-1] - bench.responses[0] + 1
+    rate = len(bench.responses) / took
+    print(f"{len(bench.responses)} lines in {took} cycles, {rate:.4f} per cycle")
+    assert rate >= 0.97 * min(1, 2 * row_lines / parameters()["row_cycles"])
 
 
 @cocotb.test()

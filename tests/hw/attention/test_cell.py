@@ -53,6 +53,8 @@ async def multiplies_and_sums_in_both_modes(dut):
                     "significand": rng.choice([0, *[rng.randrange(1 << 17, 1 << 18) for _ in range(9)]]),
                     "exponent": rng.choice([rng.randrange(-40, 40), rng.randrange(-(1 << 23), 1 << 23)]),
                 },
+                "query_negative": rng.getrandbits(1),
+                "drop": rng.choice([0, 0, 0, 1, 2, 3]),
                 "query": number % 4 if number < 8 else rng.randrange(4),
                 "address": rng.randrange(states),
                 "first": int(rng.random() < 0.05),
@@ -67,12 +69,11 @@ async def multiplies_and_sums_in_both_modes(dut):
     queries, sums = {}, {}
     for operation in operations:  # what each operation must give, in order
         if operation["kind"] == "load":
-            queries[operation["query"]] = operation["element"]
+            queries[operation["query"]] = operation["element"], operation["query_negative"]
         elif operation["kind"] == "score":
-            query = queries[operation["query"]]
-            operation["term"] = element_term(
-                operation["element"], query["significand"], query["exponent"], 18
-            )
+            query, negative = queries[operation["query"]]
+            factor = 0 if operation["drop"] >> negative & 1 else query["significand"]
+            operation["term"] = element_term(operation["element"], factor, query["exponent"], 18)
         elif operation["kind"] == "value":
             address, weight = operation["address"], operation["weight"]
             operation["first"] |= address not in sums
@@ -90,10 +91,12 @@ async def multiplies_and_sums_in_both_modes(dut):
             dut.value.value = int(following["kind"] == "value")
             dut.weight.value = pack(Weight, following["weight"])
             dut.query_read.value = following["query"]
+            dut.drop.value = following["drop"]
         now = at(cycle)
         if now:
             biased = {**now["element"], "exponent": now["element"]["exponent"] + ELEMENT_BIAS}
             dut.element.value = dut.query.value = pack(Element, biased)
+            dut.query_negative.value = now["query_negative"]
             dut.query_address.value = now["query"]
             dut.query_write.value = int(now["kind"] == "load")
         top = at(cycle - Cell.top_cycles)

@@ -35,7 +35,7 @@ class Bench:
         self.geometry = [{}] * PASSES
         dut.loaded.value = (1 << PASSES) - 1
 
-    def set_geometry(self, number, k_lines, v_lines, k_scales=None, v_scales=None, pitches=(0, 0)):
+    def set_geometry(self, number, k_lines, v_lines, k_scales=None, v_scales=None, pitches=(0, 0), bounds=0):
         """Lines of rows, log2 of the bytes of a row's scales, if there are any, and of the rows of a line."""
         rows = [
             {
@@ -46,7 +46,7 @@ class Bench:
             }
             for lines, scales, pitch in ((k_lines, k_scales, pitches[0]), (v_lines, v_scales, pitches[1]))
         ]
-        self.geometry[number] = {"tenant": number + 1, "k": rows[0], "v": rows[1]}
+        self.geometry[number] = {"tenant": number + 1, "bounds": bounds, "k": rows[0], "v": rows[1]}
         self.dut.geometry.value = pack(data.ArrayLayout(geometry(SHAPE), PASSES), self.geometry)
 
     async def start(self, number):
@@ -183,6 +183,33 @@ async def k_that_would_wait_for_its_queries_stands_back(dut, loaded):
     # lines of the first pass, and K of the second among them if its queries are there
     assert kinds.count(LineKind.V) == 64
     assert kinds.count(LineKind.K) == (128 if loaded else 64)
+
+
+@cocotb.test()
+async def a_pass_of_bounds_has_no_v(dut):
+    """More pages than there are slots, between two other passes, whose order stays as it is."""
+    await start(dut)
+    bench = Bench(dut, "bounds")
+    blocks = bench.blocks
+    lines = []
+    for number, bounds in enumerate((0, 1, 0)):
+        bench.set_geometry(number, 2, 1, bounds=bounds)
+    for number, pages in enumerate(([16], [2] * 3 * WEIGHT_SLOTS, [16])):
+        await bench.start(number)
+        lines.append(bench.send(number, pages))
+    taken = {LineKind.K: [], LineKind.V: []}
+    ends = []
+    while len(ends) < 6:
+        (tag,) = await bench.tags.receive()
+        kind = LineKind(tag["kind"])
+        if kind in taken:
+            taken[kind].append((await bench.requests.receive())[0]["line"])
+        else:
+            ends.append(kind)
+    assert taken[LineKind.K] == [line for k, _ in lines for line, *_ in k]
+    assert taken[LineKind.V] == [line for _, v in (lines[0], lines[2]) for line, *_ in v]
+    rows = [block["rows"] for block in await blocks.receive(len(blocks))]
+    assert rows == [16, *[1] * 3 * WEIGHT_SLOTS, 16]
 
 
 @cocotb.test()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from attention_golden import PartialGolden, decode_all, float32_bits, partial, scaled
+from attention_golden import PartialGolden, bound, decode_all, float32_bits, partial, scaled
 from nearkv_hw.abi.formats import (
     BF16,
     FP16,
@@ -79,6 +79,7 @@ class Passes:
     queries: list = field(default_factory=list)
     pages: list = field(default_factory=list)
     expected: list = field(default_factory=list)
+    bounds: list = field(default_factory=list)
 
     def add(
         self,
@@ -245,6 +246,51 @@ class Passes:
         ]
         self.expected.append(Pass(value_dim, len(self.memory) - start, partials))
 
+    def add_bounds(self, q, pages, *, q_format=BF16, form=BF16, factor_bits=0x3F800000, first=1, last=1):
+        """Add a pass of bounds.
+
+        Parameters
+        ----------
+        q : element codes of every query.
+        pages : of every page the codes of its least and of its largest elements.
+        form : of these, bf16 or fp16.
+        first, last : whether it is the first, and the last one, of its job.
+        """
+        self.jobs.append(
+            {
+                "tenant": 1,
+                "queries": len(q),
+                "head_dim": len(q[0]),
+                "value_dim": 1,
+                "k_format": form.code,
+                "v_format": BF16.code,
+                "query_format": q_format.code,
+                "score_factor": factor_bits,
+                "group": len(q),
+                "first": first,
+                "last": last,
+                "bounds": 1,
+            }
+        )
+        lines = [
+            {"data": line, "kind": QueryLineKind.QUERY.value, "last": 0}
+            for query in q
+            for line in self._lines(query, q_format)
+        ]
+        lines[-1]["last"] = 1
+        self.queries += lines
+        start = len(self.memory)
+        for number, rows in enumerate(pages):
+            item = {"last": 0, "page": 3 * number, "row": 0, "rows": 2, "index": number}
+            item["k_line"] = len(self.memory)
+            self.memory += [line for row in rows for line in self._lines(row, form)]
+            self.pages.append(item)
+            least, largest = (decode_all(row, form) for row in rows)
+            value = max(bound(query, q_format, least, largest, factor_bits) for query in q)
+            self.bounds.append({"value": value, "candidate": number, "first": first, "last": last})
+        self.pages.append({"last": 1})
+        self.expected.append(Pass(1, len(self.memory) - start, []))
+
     def _area(self, rows, form, pitch, first):
         """Lines of rows, the first of which is the page's row `first`."""
         if not pitch:
@@ -343,6 +389,26 @@ def codes(rng, format, count, kind="plain"):
             code = rng.choice([infinity, infinity | 0x8000, infinity | 1, 0, 0x8000])
         result.append(code)
     return result
+
+
+def random_bounds(passes, rng, queries, pages=None):
+    """Add a random pass of bounds for at most `queries` queries."""
+    lanes = passes.line_lanes
+    dim = min(passes.max_dim, rng.choice([1, lanes - 1, lanes, lanes + 1, rng.randint(1, 4 * lanes)]))
+    kind, q_format, form = (
+        rng.choice(of) for of in (["plain", "wide", "any", "special"], [BF16, FP16], [BF16, FP16])
+    )
+    factor = float32_bits(rng.uniform(-1, 1) * rng.choice([1, 0.1, 10, 0]))
+    pages = rng.choice([0, 1, 3, rng.randrange(40)]) if pages is None else pages
+    passes.add_bounds(
+        [codes(rng, q_format, dim, kind) for _ in range(rng.randint(1, queries))],
+        [[codes(rng, form, dim, kind) for _ in range(2)] for _ in range(pages)],
+        q_format=q_format,
+        form=form,
+        factor_bits=factor,
+        first=rng.getrandbits(1),
+        last=rng.getrandbits(1),
+    )
 
 
 def random_pass(passes, rng, queries):

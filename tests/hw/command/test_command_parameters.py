@@ -9,6 +9,7 @@ from nearkv_hw.command.check import Check
 from nearkv_hw.command.claim import Claimer
 from nearkv_hw.command.pages import PageFeed
 from nearkv_hw.command.passes import Passes
+from nearkv_hw.command.plan import Planner
 from nearkv_hw.command.queries import QueryFeed
 from nearkv_hw.command.registers import REGISTER_BITS, Registers, identity_values
 from nearkv_hw.command.walker import Walker
@@ -33,6 +34,7 @@ PAGES = {"units": 2, "capacity_lines": 1 << 20, "pages_ahead": 4, "lines_ahead":
         (PageFeed, {**PAGES, "capacity_lines": 1 << 14}, "capacity_lines must be at least 32768"),
         (PageFeed, {**PAGES, "pages_ahead": 1}, "pages_ahead must be an integer of at least 2, not 1"),
         (PageFeed, {**PAGES, "lines_ahead": 0}, "lines_ahead must be an integer of at least 2, not 0"),
+        (Planner, {"candidates": 24}, "candidates must be a power of two from 2 to 65536, not 24"),
         (Fork, {"shape": 8, "outputs": 0}, "outputs must be a positive integer, not 0"),
     ],
 )

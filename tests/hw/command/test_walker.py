@@ -19,6 +19,8 @@ from nearkv_hw.abi.descriptor import (
     OPTION_CODEBOOK,
     OPTION_LATENT,
     OPTION_RANGES,
+    OPTION_SELECT,
+    OPTION_SUMMARIES,
     OPTION_TREE,
     RANGE,
 )
@@ -30,6 +32,7 @@ from nearkv_hw.command.check import Check
 from nearkv_hw.command.records import Outcome, Posted, Ticket
 from nearkv_hw.command.walker import ENTRIES, READER_DEPTHS, Walker
 from nearkv_hw.interfaces import (
+    Bound,
     FabricRequest,
     FabricResponse,
     OwnerRequest,
@@ -43,9 +46,10 @@ from nearkv_hw.interfaces import (
 from nearkv_sim.cocotb.payload import pack
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
-from walker_reference import EXTENT_LINES, Memory, Reference
+from walker_reference import EXTENT_LINES, POISON, Memory, Reference, bound_of
 
 CAPACITY_BYTES = 64 << 20
+CANDIDATES = 16
 
 
 @pytest.mark.rtl
@@ -60,18 +64,75 @@ CAPACITY_BYTES = 64 << 20
 )
 def test_walker(chosen):
     chosen = {"capacity_bytes": CAPACITY_BYTES, **chosen}
-    run(Walker(config=configure("small", **chosen)), module=__file__, parameters=chosen)
+    run(
+        Walker(config=configure("small", **chosen), candidates=CANDIDATES), module=__file__, parameters=chosen
+    )
 
 
 @pytest.mark.rtl
 def test_walker_without_units():
     chosen = {"capacity_bytes": CAPACITY_BYTES, "placement": "host"}
-    walker = Walker(config=configure("small", **chosen))
+    walker = Walker(config=configure("small", **chosen), candidates=CANDIDATES)
     run(walker, module=__file__, parameters=chosen, tests="sends_what_the_layouts_say")
 
 
 def config_of_run():
     return configure("small", **parameters())
+
+
+class Tap:
+    """A sink that shows what it takes to another, too."""
+
+    def __init__(self, dut, prefix, *, told, **sink):
+        self._items, self._told = deque(), told
+        self._sink = StreamSink(dut, prefix, deliver=self._take, **sink)
+        self._edge = RisingEdge(dut.clk)
+
+    def _take(self, item):
+        self._items.append(item)
+        self._told(item)
+
+    @property
+    def cycles(self):
+        """When items were taken."""
+        return self._sink.cycles
+
+    def __len__(self):
+        return len(self._items)
+
+    async def receive(self, count):
+        """The next items, in order."""
+        while len(self._items) < count:
+            await self._edge
+        return [self._items.popleft() for _ in range(count)]
+
+
+class BoundsOfUnit:
+    """A unit's part in passes of bounds: each page of one has a bound."""
+
+    def __init__(self, source):
+        self.source, self.jobs, self.pages, self.number = source, deque(), deque(), 0
+
+    def job(self, job):
+        """A pass came."""
+        self.jobs.append(job)
+        self._answer()
+
+    def page(self, page):
+        """A page came, or the end of a pass."""
+        self.pages.append(page)
+        self._answer()
+
+    def _answer(self):
+        while self.jobs and self.pages:
+            job, page = self.jobs[0], self.pages.popleft()
+            if page["last"]:
+                self.jobs.popleft()
+                self.number = 0 if job["last"] else self.number + 1
+            elif job["bounds"]:
+                value = bound_of(page["k_line"], self.number)
+                told = {name: job[name] for name in ("first", "last")}
+                self.source.send([{"value": value, "candidate": page["index"], **told}])
 
 
 class Bench:
@@ -85,9 +146,13 @@ class Bench:
         self.descriptors = StreamSource(dut, "descriptors", idle=idle, shape=Posted)
         units = range(config.units)
         sink = {"backpressure": backpressure}
-        self.jobs = [StreamSink(dut, f"jobs_{n}", shape=UnitJob, **sink) for n in units]
+        bounds = [
+            BoundsOfUnit(StreamSource(dut, f"bounds_{n}", idle=max(idle, 0.5), shape=Bound)) for n in units
+        ]
+        self.jobs = [Tap(dut, f"jobs_{n}", shape=UnitJob, told=bounds[n].job, **sink) for n in units]
         self.queries = [StreamSink(dut, f"queries_{n}", shape=QueryLine, **sink) for n in units]
-        self.pages = [StreamSink(dut, f"pages_{n}", shape=PageItem, **sink) for n in units]
+        self.pages = [Tap(dut, f"pages_{n}", shape=PageItem, told=bounds[n].page, **sink) for n in units]
+        self.written = []
         self.results = StreamSink(dut, "results", shape=ResultJob, **sink)
         self.tickets = StreamSink(dut, "tickets", shape=Ticket, **sink)
         self.query_outcomes = StreamSink(dut, "query_outcomes", shape=Outcome, **sink)
@@ -112,7 +177,6 @@ class Bench:
             await edge
             now += 1
             for request in await self.requests.receive(len(self.requests)):
-                assert not request["write"]
                 slice_number = request["line"] // EXTENT_LINES % self.config.slices
                 due = now + self.rng.randint(*self.latency_cycles)
                 waiting[slice_number].append((due, request))
@@ -120,7 +184,13 @@ class Bench:
                 if queue and queue[0][0] <= now:
                     request = queue.popleft()[1]
                     data, fault = self.memory.read(request["line"], request["tenant"])
-                    self.responses.send([{"id": request["id"], "data": data, "fault": fault}])
+                    answer = {"id": request["id"], "data": data, "fault": fault}
+                    if request["write"]:
+                        assert request["enable"] == (1 << 64) - 1
+                        assert not request["poison"]
+                        self.written.append((request["line"], request["tenant"], request["data"]))
+                        answer |= {"write": 1, "data": 0, "fault": 0 if fault == POISON else fault}
+                    self.responses.send([answer])
 
     async def serve_owner(self, slice_number, asked, answers):
         while True:
@@ -137,7 +207,7 @@ class Bench:
         for expected in tickets:
             (ticket,) = await self.tickets.receive()
             assert ticket == expected, f"{ticket} instead of {expected}"
-            for _ in range(ticket["passes"]):
+            for _ in range(ticket["passes"] << ticket["bounds"]):
                 self.seen_queries.append((await self.query_outcomes.receive())[0])
                 self.seen_pages.append((await self.page_outcomes.receive())[0])
             await cycles(self.dut, self.rng.randrange(5))
@@ -147,7 +217,7 @@ class Bench:
 
     async def check(self, posted):
         """Post descriptors and compare everything that leaves the walker."""
-        reference = Reference(self.config, copy.deepcopy(self.memory))
+        reference = Reference(self.config, copy.deepcopy(self.memory), CANDIDATES)
         for item in posted:
             reference.take(item)
         sent = reference.sent
@@ -165,6 +235,8 @@ class Bench:
                 assert {name: item[name] for name in expected} == expected
         assert await self.results.receive(len(sent.results)) == sent.results
         await cycles(self.dut, 50)
+        assert sorted(self.written) == sorted(sent.written)
+        self.written.clear()
         left = [*self.jobs, *self.queries, *self.pages, self.results, self.query_outcomes, self.page_outcomes]
         assert not any(len(sink) for sink in left)
         assert self.memory.owners == reference.memory.owners
@@ -200,9 +272,11 @@ def random_job(memory, config, rng, tenant):
     table = owned_line(memory, tenant, rng, 1 + heads * entry_lines)
     query_rows = rng.choice([1, 1, 2, 5])
     queries = owned_line(memory, tenant, rng, group * query_rows * 32)
-    sinks, slopes, books, ranges, tree = (owned_line(memory, tenant, rng, 8) for _ in range(5))
+    sinks, slopes, books, ranges, tree, selected = (owned_line(memory, tenant, rng, 8) for _ in range(6))
     options = rng.choice([0, OPTION_CAUSAL]) | rng.choice([0, OPTION_ALIBI]) | rng.choice([0, OPTION_RANGES])
     options |= rng.choice([0, OPTION_TREE]) if query_rows <= end else 0
+    options |= rng.choice([0, 0, OPTION_SUMMARIES, OPTION_SUMMARIES | OPTION_SELECT])
+    options &= ~OPTION_TREE if options & OPTION_SELECT else -1
     window = rng.choice([0, rng.randint(1, (1 << 24) - 1), rng.randint(1, 30), rng.randint(1, 4)])
     positioned = (options & (OPTION_CAUSAL | OPTION_ALIBI) or window) and not options & OPTION_TREE
     edges = sorted(rng.sample(range(begin, end + 1), rng.randrange(min(end - begin + 1, 40)) // 2 * 2))
@@ -222,6 +296,8 @@ def random_job(memory, config, rng, tenant):
         "ranges": ranges if options & OPTION_RANGES else 0,
         "range_count": len(pairs),
         "tree": tree if options & OPTION_TREE else 0,
+        "select_pages": rng.choice([1, 2, 5, 1 << 20]) if options & OPTION_SELECT else 0,
+        "selected": selected if options & OPTION_SELECT else 0,
     }
     memory.lines[table] = TABLE.pack(
         magic=TABLE_MAGIC, version=LAYOUT_VERSION, heads=heads, entries=entries, committed_rows=rows
@@ -238,7 +314,12 @@ def random_job(memory, config, rng, tenant):
     if latent:
         how["v"] = {"element": 0, "scale": 0, "block": 0, "pitch": 0}
     layout = RowLayout(
-        head_dim, value_dim, 1 << log2, *(Stored.of(**own) for own in how.values()), latent=latent
+        head_dim,
+        value_dim,
+        1 << log2,
+        *(Stored.of(**own) for own in how.values()),
+        latent=latent,
+        summaries=True,
     )
     if rng.random() < 0.5:
         sight, query_rows = dict.fromkeys(sight, 0), 1
@@ -342,6 +423,12 @@ def spoil(job, memory, rng, tenant):
         ),
         lambda: extend(job, options=OPTION_CODEBOOK, codebooks=foreign) or job.update(k_format=7),
         lambda: extend(job, **{rng.choice(["select_pages", "selected", "reserved_tree"]): 1}),
+        lambda: extend(job, options=rng.choice([OPTION_SELECT, OPTION_SELECT | OPTION_SUMMARIES])),
+        lambda: extend(job, options=OPTION_SELECT | OPTION_SUMMARIES | OPTION_TREE, select_pages=1),
+        lambda: select(job, select_pages=0),
+        lambda: select(job, selected=foreign),
+        lambda: select(job, selected=CAPACITY_BYTES // 64),
+        lambda: select(job, selected=CAPACITY_BYTES // 64 - 1),
         lambda: extend(job, kept=1, window=0),
         lambda: extend(job, options=0, window=0, kept=0, slopes=0, first_position=rng.choice([1, -1])),
         lambda: extend(job, options=OPTION_CAUSAL, slopes=1),
@@ -395,6 +482,12 @@ def spoil_range(job, memory, rng):
         begin = rng.choice([0, job["row_end"], rng.getrandbits(32)])
         bits = RANGE.pack(begin=begin, end=rng.choice([begin, job["row_end"] + 1, rng.getrandbits(32)]))
         put_entry(memory, job["extension"]["ranges"], n, bits)
+
+
+def select(job, **fields):
+    """Make it a job that selects pages, if it is not."""
+    options = (job["extension"]["options"] & ~OPTION_TREE) | OPTION_SELECT | OPTION_SUMMARIES
+    extend(job, tree=0, options=options, **({"select_pages": 3} | fields))
 
 
 def extend(job, **fields):

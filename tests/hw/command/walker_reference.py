@@ -1,5 +1,6 @@
 """What the walker must send for a list of descriptors, worked out in plain Python from the layouts."""
 
+import zlib
 from dataclasses import dataclass, field
 
 from nearkv_hw.abi import Opcode, OutputForm, Status
@@ -17,6 +18,8 @@ from nearkv_hw.abi.descriptor import (
     OPTION_CODEBOOK,
     OPTION_LATENT,
     OPTION_RANGES,
+    OPTION_SELECT,
+    OPTION_SUMMARIES,
     OPTION_TREE,
     RANGE,
 )
@@ -34,14 +37,25 @@ from nearkv_hw.abi.numerics import MAX_ROWS
 from nearkv_hw.abi.rows import Stored
 from nearkv_hw.interfaces import QueryLineKind
 
-OPTIONS = OPTION_CAUSAL, OPTION_TREE, OPTION_LATENT, OPTION_ALIBI, OPTION_RANGES, OPTION_CODEBOOK
+OPTIONS = (
+    *(OPTION_CAUSAL, OPTION_TREE, OPTION_LATENT, OPTION_ALIBI, OPTION_RANGES, OPTION_CODEBOOK),
+    *(OPTION_SUMMARIES, OPTION_SELECT),
+)
 ROW_FIELDS = [f"{rows}_{what}" for rows in "kv" for what in ("scale", "block", "pitch")]
-LISTS = ["slopes", "codebooks", "ranges", "tree"]
-HAD = [*ROW_FIELDS, *LISTS, "softcap", "options", "window", "kept", "first_position", "range_count"]
+LISTS = ["slopes", "codebooks", "ranges", "tree", "selected"]
+HAD = [
+    *(*ROW_FIELDS, *LISTS, "softcap", "options", "window", "kept", "first_position", "range_count"),
+    "select_pages",
+]
 """What the device has of an extension."""
 
 EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 NO_FAULT, DENIED, POISON, OUTSIDE = range(4)
+
+
+def bound_of(line, number):
+    """The bound that a unit finds of the summary in a line of its channel, in a job's pass of that number."""
+    return zlib.crc32(b"%d %d" % (line, number)) % 9 - 4
 
 
 @dataclass
@@ -73,13 +87,15 @@ class Expected:
     tickets: list = field(default_factory=list)
     query_outcomes: list = field(default_factory=list)
     page_outcomes: list = field(default_factory=list)
+    written: list = field(default_factory=list)
 
 
 class Reference:
     """The walker, in software; claims change `memory.owners` as the slices' tables do."""
 
-    def __init__(self, config, memory):
+    def __init__(self, config, memory, candidates):
         self.config = config
+        self.candidates = candidates
         self.memory = memory
         units = range(config.units)
         self.sent = Expected([[] for _ in units], [[] for _ in units], [[] for _ in units])
@@ -99,8 +115,12 @@ class Reference:
             if status is Status.OK:
                 queries = head["group"] * head["query_rows"]
                 passes = -(-queries // self.config.queries)
-                for first in range(0, queries, self.config.queries):
-                    self.send_pass(head, table, tenant, first)
+                firsts = range(0, queries, self.config.queries)
+                if head["options"] & OPTION_SELECT:
+                    self.send_selecting(head, table, tenant, firsts)
+                else:
+                    for first in firsts:
+                        self.send_pass(head, table, tenant, first)
         self.sent.tickets.append(
             {
                 **{name: posted[name] for name in ("tenant", "index", "fetched")},
@@ -108,8 +128,34 @@ class Reference:
                 "status": int(status),
                 "detail": detail,
                 "passes": passes,
+                "bounds": int(passes and head["options"] & OPTION_SELECT != 0),
             }
         )
+
+    def send_selecting(self, job, table, tenant, firsts):
+        """The passes of bounds, and then those over the selected pages."""
+        found, good = {}, True  # bounds of the candidates
+        for number, first in enumerate(firsts):
+            self.send_pass(job, table, tenant, first, bounds=(number, found))
+            good = good and self.sent.page_outcomes[-1]["status"] == Status.OK
+        *others, last = found or [None]
+        best = sorted(others, key=lambda page: (-found[page], page))[: job["select_pages"] - 1]
+        chosen = [page for page in found if page in best or page == last] if good else []
+        for first in firsts:
+            self.send_pass(job, table, tenant, first, chosen=(chosen, good))
+            if good and first == 0 and not self.written(job, tenant, chosen):
+                self.sent.page_outcomes[-1]["status"] = int(Status.RESULT_DENIED)
+
+    def written(self, job, tenant, chosen):
+        """Write the list of selected pages; whether all of it could be."""
+        words = [len(chosen), *chosen]
+        good = True
+        for n in range(0, len(words), 16):
+            line = job["selected"] + n // 16
+            data = sum(word << 32 * i for i, word in enumerate(words[n : n + 16]))
+            self.sent.written.append((line, tenant, data))
+            good = good and self.memory.read(line, tenant)[1] in (NO_FAULT, POISON)
+        return good
 
     def first_status(self, line, head, more):
         """What the descriptor's own lines tell."""
@@ -140,6 +186,8 @@ class Reference:
             or (more["codebooks"] and not options & OPTION_CODEBOOK)
             or ((more["ranges"] or more["range_count"]) and not options & OPTION_RANGES)
             or (more["tree"] and not options & OPTION_TREE)
+            or ((more["select_pages"] or more["selected"]) and not options & OPTION_SELECT)
+            or (options & OPTION_SELECT and (options & OPTION_TREE or not options & OPTION_SUMMARIES))
             or (latent and (head["v_format"] or any(more[f"v_{n}"] for n in ("scale", "block", "pitch"))))
         ):
             return Status.BAD_FLAGS
@@ -151,6 +199,7 @@ class Reference:
             and 1 <= head["group"] <= 128
             and 1 <= head["query_rows"] <= (255 if head["flags"] & FLAG_EXTENDED else 1)
             and 2 <= head["page_rows_log2"] <= 13
+            and (more["select_pages"] or not options & OPTION_SELECT)
         ):
             return Status.BAD_GEOMETRY
         if head["query_format"] > 1 or head["output_form"] > 3:
@@ -198,6 +247,10 @@ class Reference:
             self.layout(job)
         except ValueError:
             return Status.BAD_GEOMETRY, None
+        log2 = job["page_rows_log2"]
+        pages = (job["row_end"] - 1 >> log2) - (job["row_begin"] >> log2) + 1
+        if job["options"] & OPTION_SELECT and pages > self.candidates:
+            return Status.BAD_GEOMETRY, None
         header, fault = self.memory.read(job["table"] // 64, tenant)
         if fault:
             return (Status.POISON if fault == POISON else Status.DENIED), None
@@ -215,7 +268,8 @@ class Reference:
             return Status.BAD_RANGE, None
         return Status.OK, table
 
-    def send_pass(self, job, table, tenant, first):
+    def send_pass(self, job, table, tenant, first, bounds=None, chosen=None):
+        """A pass; `bounds`: its number and the bounds so far; `chosen`: the pages, if there were bounds."""
         sent, config = self.sent, self.config
         heads = min(config.queries, job["group"] * job["query_rows"] - first)
         sinks = bool(job["flags"] & FLAG_SINKS)
@@ -232,6 +286,8 @@ class Reference:
             "score_factor": job["score_factor"],
             **{name: job[name] for name in ("softcap", "group", "window", "kept")},
             "first": int(first == 0),
+            "last": int(first + heads == job["group"] * job["query_rows"]),
+            "bounds": 0,
             "position": job["first_position"],
             "causal": int(bool(job["options"] & OPTION_CAUSAL or job["window"])),
             "slopes": int(bool(job["options"] & OPTION_ALIBI)),
@@ -241,6 +297,13 @@ class Reference:
             "query_rows": job["query_rows"],
             "own_row": (job["row_end"] - job["query_rows"]) % (1 << 23),
         }
+        lists = bounds is None
+        if bounds:
+            sinks = False
+            unit |= dict.fromkeys(("v_format", "softcap", "window", "kept", "causal", "slopes", "tree"), 0)
+            unit |= {f"{rows}_{what}": 0 for rows in "kv" for what in ("scale", "block", "pitch")}
+            unit |= {"codebook": 0, "latent": 0, "value_dim": 1, "bounds": 1}
+            unit["k_format"] = job["k_format"] if job["k_format"] < 2 else 0
         for number, jobs in enumerate(sent.jobs):
             jobs.append({**unit, "sinks": int(sinks and number == 0)})
         form = OutputForm(job["output_form"])
@@ -252,22 +315,23 @@ class Reference:
                 "form": int(form),
                 "output_scale": job["output_scale"],
                 "line": job["result"] // 64 + first * ResultLayout(job["value_dim"], form).lines,
-                "fault": 0,
+                "fault": int(not lists),
             }
         )
         query_rows = range(first // job["group"], (first + heads - 1) // job["group"] + 1)
-        self.send_queries(job, tenant, first, heads * query_lines, sinks, query_rows)
-        self.send_pages(job, table, tenant)
+        self.send_queries(job, tenant, first, heads * query_lines, sinks, query_rows, lists)
+        self.send_pages(job, table, tenant, bounds, chosen)
 
-    def send_queries(self, job, tenant, first, count, sinks, query_rows):
+    def send_queries(self, job, tenant, first, count, sinks, query_rows, lists):
         begin = job["queries"] // 64 + first * -(-job["head_dim"] * 2 // 64)
         list_lines = -(-job["group"] // 16)
         parts = [(QueryLineKind.QUERY, begin, count)]
-        if job["options"] & OPTION_CODEBOOK:
+        options = job["options"] if lists else 0
+        if options & OPTION_CODEBOOK:
             parts.append((QueryLineKind.CODEBOOK, job["codebooks"], 1))
-        if job["options"] & OPTION_ALIBI:
+        if options & OPTION_ALIBI:
             parts.append((QueryLineKind.SLOPES, job["slopes"], list_lines))
-        if job["options"] & OPTION_TREE:
+        if options & OPTION_TREE:
             position_lines = -(-job["query_rows"] // 16)
             masks = range(query_rows[0] // 2, query_rows[-1] // 2 + 1)
             parts.append((QueryLineKind.POSITIONS, job["tree"], position_lines))
@@ -313,15 +377,21 @@ class Reference:
             for rows in "kv"
         )
         latent = bool(job["options"] & OPTION_LATENT)
-        return RowLayout(job["head_dim"], job["value_dim"], 1 << job["page_rows_log2"], k, v, latent)
+        summaries = bool(job["options"] & OPTION_SUMMARIES)
+        return RowLayout(
+            job["head_dim"], job["value_dim"], 1 << job["page_rows_log2"], k, v, latent, summaries
+        )
 
-    def send_pages(self, job, table, tenant):
+    def send_pages(self, job, table, tenant, bounds, chosen):
         status, at = Status.OK, 0
+        seen = set()  # candidates of this pass
         for begin, end in self.pieces(job, tenant):
             if isinstance(begin, Status):
                 status = begin
                 break
-            status, at = self.send_rows(job, table, tenant, begin, end)
+            if chosen and not chosen[1]:
+                continue
+            status, at = self.send_rows(job, table, tenant, begin, end, bounds, seen, chosen)
             if status is not Status.OK:
                 break
         for items in self.sent.pages:
@@ -363,7 +433,7 @@ class Reference:
             before = pair["end"]
             yield pair["begin"], pair["end"]
 
-    def send_rows(self, job, table, tenant, begin, end):
+    def send_rows(self, job, table, tenant, begin, end, bounds, seen, chosen):
         """The pages of a run of rows; the status and the page at fault."""
         config = self.config
         page_rows = 1 << job["page_rows_log2"]
@@ -385,6 +455,19 @@ class Reference:
                 return Status.BAD_PAGE, page
             extent, within = divmod(entry["line"], EXTENT_LINES)
             base = extent // config.slices * EXTENT_LINES + within
+            if chosen and page not in chosen[0]:
+                continue
+            if bounds:
+                if page not in seen:
+                    line = base + layout.summary_offset // 64
+                    self.sent.pages[extent % config.slices].append(
+                        {"last": 0, "page": page, "k_line": line, "rows": 2, "row": 0, "index": len(seen)}
+                    )
+                    seen.add(page)
+                    number, found = bounds
+                    value = bound_of(line, number)
+                    found[page] = max(value, found.get(page, value))
+                continue
             rows = range(max(begin - page * page_rows, 0), min(end - page * page_rows, page_rows))
             k, latent = layout.k_offset(rows[0]) // 64, job["options"] & OPTION_LATENT
             k_scales, v_scales = (layout.areas[area] + rows[0] * layout.pitches[area] for area in (1, 3))

@@ -124,6 +124,10 @@ def test_field_at_fault(setup, status, extension):
                                              | abi.OPTION_RANGES | abi.OPTION_ALIBI}),
         (Status.BAD_GEOMETRY, {"value_dim": 41}, {"options": abi.OPTION_LATENT | abi.OPTION_CAUSAL
                                                   | abi.OPTION_RANGES | abi.OPTION_ALIBI}),
+        (Status.BAD_GEOMETRY, {"row_begin": 0, "row_end": (abi.MAX_CANDIDATES << 4) + 1, "page_rows_log2": 4},
+         {**SELECTING, "select_pages": 1, "selected": 1}),
+        (Status.BAD_RANGE, {"row_begin": 1, "row_end": abi.MAX_CANDIDATES << 4, "page_rows_log2": 4},
+         {**SELECTING, "select_pages": 1, "selected": 1}),
         (Status.BAD_RANGE, {"row_begin": 0, "row_end": 2}, {**TREE, "window": 0, "kept": 0, "tree": 1}),
     ],
     ids=str,
@@ -170,6 +174,11 @@ def test_a_list_that_is_lost(setup):
         (Feature.RANGES, {}, {}),
         (Feature.TREE, {**TREE, "window": 0, "kept": 0, "tree": 1}, {}),
         (Feature.SELECTION, {**SELECTING, "select_pages": 1, "selected": 1}, {}),
+        (
+            Feature.TREE_SELECTION,
+            {**SELECTING, "options": SELECT | abi.OPTION_TREE, "tree": 1, "select_pages": 1, "selected": 1},
+            {},
+        ),
         (Feature.OUTPUT_SCALE, {}, {"output_scale": 0x3F800000}),
     ],
     ids=str,
