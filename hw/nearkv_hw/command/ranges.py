@@ -22,6 +22,8 @@ _ENTRIES_SHIFT = ENTRIES_PER_LINE.bit_length() - 1
 
 _LISTED = data.StructLayout({"range": layout_of(RANGE), "status": Status, "last": 1})
 """A range as it lies in a list; `status` is of its line."""
+_CHECKED = data.StructLayout({"begin": ROW_BITS, "end": ROW_BITS, "status": Status, "last": 1})
+"""A range that was checked."""
 _PART = data.StructLayout(
     {
         "tenant": TENANT_BITS,
@@ -76,6 +78,7 @@ class Ranges(wiring.Component):
         m = Module()
         self._asking, self._dropping = Signal(), Signal()
         m.submodules.listed = listed = Buffer(shape=_LISTED)
+        m.submodules.checked = checked = Buffer(shape=_CHECKED)
         m.submodules.parts = parts = Buffer(shape=_PART)
         m.submodules.measured = measured = Buffer(shape=_MEASURED)
         pieces = data.StructLayout({"work": PageWork, "run": Run})
@@ -83,7 +86,8 @@ class Ranges(wiring.Component):
         for source, target in ((parts.o, measured.i), (measured.o, fork.i)):
             m.d.comb += [target.valid.eq(source.valid), source.ready.eq(target.ready)]
         self._read(m, listed)
-        self._cut(m, listed.o, parts.i)
+        self._check(m, listed.o, checked.i)
+        self._cut(m, checked.o, parts.i)
         self._measure(m, parts.o.payload, measured.i.payload)
         self._place(m, measured.o.payload, fork.i.payload.payload)
         m.d.comb += [
@@ -122,46 +126,67 @@ class Ranges(wiring.Component):
         with m.Elif(listed.i.valid & listed.i.ready):
             m.d.sync += [left.eq(left - 1), place.eq(place + 1)]
 
-    def _cut(self, m, listed, parts):
-        """Checks ranges and cuts them down to the rows that are seen."""
+    def _check(self, m, listed, checked):
+        """Says of each range of a list whether it is good, given that those before it are."""
         rows, given = self.i.payload, listed.payload
-        of_list = rows.listed & rows.count.any()
-        second = Signal()  # of two parts of a range
         risen = Signal(ROW_BITS, reset_less=True)  # where a range may begin
-        valid, last, status = Signal(), Signal(), Signal(Status)
-        begin, end = Signal(ROW_BITS), Signal(ROW_BITS)
         bad = (
             (given.range.begin < risen)
             | (given.range.begin >= given.range.end)
             | (given.range.end > rows.end)
         )
         m.d.comb += [
-            begin.eq(Mux(of_list, given.range.begin, rows.begin)),
-            end.eq(Mux(of_list, given.range.end, Mux(rows.listed, rows.begin, rows.end))),
+            checked.valid.eq(listed.valid),
+            listed.ready.eq(checked.ready),
+            checked.payload.begin.eq(given.range.begin),
+            checked.payload.end.eq(given.range.end),
+            checked.payload.last.eq(given.last),
+            checked.payload.status.eq(
+                Mux(given.status != Status.OK, given.status, Mux(bad, Status.BAD_LIST, Status.OK))
+            ),
+        ]
+        with m.If(self._asking):
+            m.d.sync += risen.eq(rows.begin)
+        with m.Elif(listed.valid & listed.ready):
+            m.d.sync += risen.eq(given.range.end)
+
+    def _cut(self, m, listed, parts):
+        """Cuts ranges down to the rows that are seen."""
+        rows, given = self.i.payload, listed.payload
+        of_list = rows.listed & rows.count.any()
+        second = Signal()  # of two parts of a range
+        valid, last, status = Signal(), Signal(), Signal(Status)
+        begin, end = Signal(ROW_BITS), Signal(ROW_BITS)
+        m.d.comb += [
+            begin.eq(Mux(of_list, given.begin, rows.begin)),
+            end.eq(Mux(of_list, given.end, Mux(rows.listed, rows.begin, rows.end))),
+            status.eq(Mux(of_list, given.status, Status.OK)),
             last.eq(~of_list | given.last | (status != Status.OK)),
         ]
-        with m.If(of_list):
-            m.d.comb += status.eq(
-                Mux(given.status != Status.OK, given.status, Mux(bad, Status.BAD_LIST, Status.OK))
-            )
 
-        head_end, tail_begin, tail_end = (Signal(ROW_BITS) for _ in range(3))
+        # all comparisons at once: one after the other they are too long
+        some, in_head, ends_in_head = begin < end, begin < rows.kept_end, end < rows.kept_end
+        from_begin, ends_in_tail = begin > rows.tail_begin, end < rows.tail_end
+        in_tail = (begin < rows.tail_end) & (rows.tail_begin < end) & (rows.tail_begin < rows.tail_end)
         is_head, is_tail, good = Signal(), Signal(), Signal()
         goes_on = Signal()  # to the next range
         m.d.comb += [
-            good.eq(status == Status.OK),
-            head_end.eq(Mux(end < rows.kept_end, end, rows.kept_end)),
-            tail_begin.eq(Mux(begin > rows.tail_begin, begin, rows.tail_begin)),
-            tail_end.eq(Mux(end < rows.tail_end, end, rows.tail_end)),
-            is_head.eq(good & ~second & (begin < head_end)),
-            is_tail.eq(good & ~is_head & (tail_begin < tail_end)),
+            good.eq((status == Status.OK) & some),
+            is_head.eq(good & ~second & in_head),
+            is_tail.eq(good & ~is_head & in_tail),
             parts.valid.eq(valid & (is_head | is_tail | last)),
             parts.payload.tenant.eq(rows.tenant),
             parts.payload.entry_line.eq(rows.entry_line),
             parts.payload.pages.eq(rows.pages),
             parts.payload.selecting.eq(rows.selecting),
-            parts.payload.begin.eq(Mux(is_head, begin, tail_begin)),
-            parts.payload.end.eq(Mux(is_head, head_end, tail_end)),
+            parts.payload.begin.eq(Mux(is_head | from_begin, begin, rows.tail_begin)),
+            parts.payload.end.eq(
+                Mux(
+                    is_head,
+                    Mux(ends_in_head, end, rows.kept_end),
+                    Mux(ends_in_tail, end, rows.tail_end),
+                )
+            ),
             parts.payload.empty.eq(~is_head & ~is_tail),
             parts.payload.last.eq(~is_head & last),
             parts.payload.status.eq(status),
@@ -170,11 +195,10 @@ class Ranges(wiring.Component):
         with m.If(parts.valid & parts.ready):
             m.d.sync += second.eq(is_head)
         with m.If(goes_on):
-            m.d.sync += [risen.eq(end), second.eq(0)]
+            m.d.sync += second.eq(0)
 
         with m.FSM():
             with m.State("START"):
-                m.d.sync += risen.eq(rows.begin)
                 with m.If(self.i.valid & of_list):
                     m.d.comb += self._asking.eq(1)
                     m.next = "LIST"
