@@ -9,7 +9,7 @@ from ctypes import c_char, c_uint32, c_uint64
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nearkv_hw.abi.cxl import M2S_REQ, M2S_RWD, S2M_DRS, S2M_NDR
 from nearkv_hw.abi.flits import CRC_BITS, FLIT_BITS, Retry
@@ -17,6 +17,9 @@ from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES
 
 from .designs import design_of
 from .verilate import NATIVE, Recipe, Report, build
+
+if TYPE_CHECKING:
+    from nearkv_hw.verilog import VerilogDesign
 
 KINDS = ("req", "rwd", "ndr", "drs")
 """Kinds of messages, in the order of every tuple of four here."""
@@ -213,10 +216,11 @@ def _probability(value: float) -> int:
     return min(round(value * 2**32), 2**32 - 1)
 
 
-def _library(setup: LinkSetup, report: Report) -> Path:
+def link_design(setup: LinkSetup, report: Report) -> VerilogDesign:
+    """The Verilog of a link."""
     from nearkv_hw.link.link import Link
 
-    design = design_of(
+    return design_of(
         Link,
         report=report,
         latency_cycles=setup.latency_cycles,
@@ -226,11 +230,15 @@ def _library(setup: LinkSetup, report: Report) -> Path:
         timeout_flits=setup.timeout_flits,
         places=dict(setup.places),
     )
+
+
+def _library(setup: LinkSetup, report: Report) -> Path:
+    design = link_design(setup, report)
     recipe = Recipe(
         name="link",
         top=design.name,
         sources={
-            "link_abi.h": _header(),
+            "link_abi.h": link_header(),
             "control.vlt": '`verilator_config\nlint_off -file "*.v"\n',
             "design.v": design.text,
         },
@@ -243,7 +251,7 @@ def _library(setup: LinkSetup, report: Report) -> Path:
     return build(recipe, report)
 
 
-def _header() -> str:
+def link_header() -> str:
     """What C++ is told: the structs above, and the widths of messages."""
 
     def member(kind: str, name: str, count: int) -> str:
