@@ -1,9 +1,10 @@
 """Where the codes and scales of a row lie, worked out from its format as descriptors give it."""
 
-from amaranth.hdl import Cat, Const, Mux
+from amaranth.hdl import Const, Mux
 
 from .abi.lines import LINE_BITS
 from .abi.rows import BLOCK_CODES, SCALES_BY_CODE
+from .structs import among
 
 
 def wide_scale(scale):
@@ -13,7 +14,7 @@ def wide_scale(scale):
 
 def is_scale(scale, *forms):
     """Whether a scale, as descriptors have it, is of one of some formats."""
-    return Cat(scale == code for code, form in SCALES_BY_CODE.items() if form in forms).any()
+    return among(scale, [code for code, form in SCALES_BY_CODE.items() if form in forms])
 
 
 def lines_less_one(dim, width, line_bits=LINE_BITS):

@@ -191,6 +191,11 @@ class Convert(wiring.Component):
         return m
 
 
+def is_special(code):
+    """Whether a float32 is NaN or infinite."""
+    return code[FP32.fraction_bits : -1].all()
+
+
 def _exponent(field):
     """The exponent of a significand's top bit."""
     return Mux(field.any(), field, 1) - (FP32.exponent_bias - FP32.fraction_bits)

@@ -39,8 +39,9 @@ from ..abi.lines import LINE_BITS, LINE_BYTES, LINE_SHIFT
 from ..abi.numerics import SOFTCAP_LIMIT
 from ..abi.rows import BLOCK_CODES, SCALES_BY_CODE
 from ..arithmetic.decode import code_width
+from ..arithmetic.float32 import is_special
 from ..interfaces import LINE_ADDRESS_BITS
-from ..structs import layout_of
+from ..structs import among, layout_of
 from .records import Checked, Posted, WalkRead
 
 _OPTIONS = (
@@ -51,7 +52,6 @@ _CAUSAL, _TREE, _LATENT, _SUMMARIES, _SELECT, _ALIBI, _RANGES, _CODEBOOK = (
     option.bit_length() - 1 for option in _OPTIONS
 )
 _LUT_SCALES = [SCALE_FORMATS[name] for name in LUT_SCALES]
-_EXPONENT = slice(23, 31)  # of a float32
 
 
 class Check(wiring.Component):
@@ -107,13 +107,12 @@ class Check(wiring.Component):
         is_attend = attend.opcode == Opcode.ATTEND
         faults = {  # in the order in which they are reported
             Status.BAD_VERSION: attend.version != DESCRIPTOR_VERSION,
-            Status.BAD_OPCODE: ~_among(attend.opcode, Opcode),
+            Status.BAD_OPCODE: ~among(attend.opcode, Opcode),
             Status.BAD_FLAGS: self._bad_flags(attend, more),
             Status.NO_UNITS: is_attend if self.units == 0 else Const(0),
             Status.BAD_GEOMETRY: is_attend & _bad_geometry(attend, extended, more),
             Status.BAD_FORMAT: is_attend & _bad_format(attend, more),
-            Status.BAD_FACTOR: is_attend
-            & (attend.score_factor[_EXPONENT].all() | (more.softcap > SOFTCAP_LIMIT)),
+            Status.BAD_FACTOR: is_attend & (is_special(attend.score_factor) | (more.softcap > SOFTCAP_LIMIT)),
             Status.BAD_ADDRESS: is_attend & self._bad_address(attend, more),
         }
         found = Signal(len(faults))
@@ -265,10 +264,6 @@ class Check(wiring.Component):
         return address[:LINE_SHIFT].any() | address[capacity_shift:].any()
 
 
-def _among(value, choices):
-    return Cat(value == int(choice) for choice in choices).any()
-
-
 def _bad_geometry(attend, extended, more):
     return Cat(
         attend.head_dim == 0,
@@ -289,19 +284,19 @@ def _bad_format(attend, more):
     latent = more.options[_LATENT]
     codebook = (attend.k_format == LUT4.code) | ((attend.v_format == LUT4.code) & ~latent)
     wrong = [
-        ~_among(attend.query_format, [form.code for form in QUERY_FORMATS.values()]),
-        ~_among(attend.output_form, OutputForm),
+        ~among(attend.query_format, [form.code for form in QUERY_FORMATS.values()]),
+        ~among(attend.output_form, OutputForm),
         codebook != more.options[_CODEBOOK],
     ]
     for rows, dim in (("k", "head"), ("v", "value")):
         form, scale, block = attend[f"{rows}_format"], more[f"{rows}_scale"], more[f"{rows}_block"]
         not_with_lut4 = [code for code, of in SCALES_BY_CODE.items() if of not in _LUT_SCALES]
         bad = [
-            ~_among(form, [form.code for form in ROW_FORMATS.values()]),
-            (form == LUT4.code) & _among(scale, not_with_lut4),
-            ~_among(scale, [0, *SCALES_BY_CODE]),
-            ~_among(block, BLOCK_CODES.values()),
-            scale.any() & _among(form, whole),
+            ~among(form, [form.code for form in ROW_FORMATS.values()]),
+            (form == LUT4.code) & among(scale, not_with_lut4),
+            ~among(scale, [0, *SCALES_BY_CODE]),
+            ~among(block, BLOCK_CODES.values()),
+            scale.any() & among(form, whole),
             block.any() & ~scale.any(),
             _bad_pitch(more[f"{rows}_pitch"], attend[f"{dim}_dim"], code_width(form)),
         ]

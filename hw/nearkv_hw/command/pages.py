@@ -203,11 +203,12 @@ class PageFeed(wiring.Component):
             with m.State("WALK"):
                 within = page[:_ENTRIES_SHIFT]
                 ready = free & self.lines.valid
-                with m.If(failed | (selecting.selects & unselected)):
+                stops = failed | (selecting.selects & unselected)
+                with m.If(stops):
                     m.next = "DROP"
                 with m.Elif(ready):
                     m.d.comb += words.valid.eq(listing & ~known & selector.verdicts.valid & chosen)
-                with m.If(ready & go & ~failed & ~(selecting.selects & unselected)):
+                with m.If(ready & go & ~stops):
                     m.d.comb += [
                         self.lines.ready.eq(within.all() | is_last),
                         selector.verdicts.ready.eq(selecting.selects & ~known),

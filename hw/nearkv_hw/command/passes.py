@@ -1,6 +1,6 @@
 """Jobs into passes."""
 
-from amaranth.hdl import Cat, Module, Mux, Signal, signed
+from amaranth.hdl import Module, Mux, Signal, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -10,6 +10,7 @@ from ..abi.formats import BF16, QUERY_FORMATS
 from ..abi.lines import LINE_BYTES
 from ..abi.numerics import MAX_ROWS
 from ..interfaces import LINE_ADDRESS_BITS, POSITION_BITS, ResultJob, UnitJob
+from ..structs import among
 from .records import QUERIES_BITS, QUERY_LINES_BITS, Plan, QueryWork, RangeWork
 
 PASS = data.StructLayout(
@@ -72,8 +73,8 @@ class Passes(wiring.Component):
         query_line = Signal(LINE_ADDRESS_BITS, reset_less=True)
         result_line = Signal(LINE_ADDRESS_BITS, reset_less=True)
         rows = Signal(RangeWork, reset_less=True)
-        # query row and head of the pass's first query, and of the next one's
         bounds, bounded = Signal(), Signal()  # a pass of bounds; they are behind
+        # query row and head of the pass's first query, and of the next one's
         row, head = Signal(plan.query_rows.shape()), Signal(plan.group.shape())
         next_row, next_head = Signal.like(row), Signal(len(head) + 1)
         after, before = (  # the position after the last query row's, and the first one that a window shows
@@ -218,17 +219,14 @@ class Passes(wiring.Component):
             out.range_work.selecting.first.eq((done == 0) & (rows.selecting.bounds | rows.selecting.selects)),
             result.fault.eq(bounds),
         ]
+        codes = [form.code for form in QUERY_FORMATS.values()]
         with m.If(bounds):
             m.d.comb += [
                 *(unit[name].eq(0) for name in _NOT_FOR_BOUNDS),
                 *(out.query_work[name].eq(0) for name in ("codebook", "slopes", "sinks", "tree")),
-                unit.k_format.eq(Mux(_among(plan.k_format, QUERY_FORMATS), plan.k_format, BF16.code)),
+                unit.k_format.eq(Mux(among(plan.k_format, codes), plan.k_format, BF16.code)),
                 unit.value_dim.eq(1),
             ]
-
-
-def _among(value, formats):
-    return Cat(value == form.code for form in formats.values()).any()
 
 
 def line_or_last(line):

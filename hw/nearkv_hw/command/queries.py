@@ -7,6 +7,7 @@ from amaranth.lib.wiring import In, Out
 from ..abi.descriptor import WORD_BYTES, Status
 from ..abi.lines import LINE_BITS
 from ..abi.numerics import POSITION_BITS
+from ..arithmetic.float32 import is_special
 from ..common.fork import Fork
 from ..interfaces import Fault, QueryLine, QueryLineKind
 from .records import QUERY_LINES_BITS, Outcome, QueryWork, Run, WalkLine
@@ -131,7 +132,7 @@ class QueryFeed(wiring.Component):
         words = [self.lines.payload.data.word_select(n, _WORD_BITS) for n in range(LINE_BITS // _WORD_BITS)]
         bad_words = [
             (n < words_left)
-            & Mux(item.kind == QueryLineKind.SLOPES, word[23:31].all(), word[POSITION_BITS:].any())
+            & Mux(item.kind == QueryLineKind.SLOPES, is_special(word), word[POSITION_BITS:].any())
             for n, word in enumerate(words)
         ]
         listed = (item.kind == QueryLineKind.SLOPES) | (item.kind == QueryLineKind.POSITIONS)
