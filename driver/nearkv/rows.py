@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,14 +49,29 @@ class Context:
     def spread(self, held: npt.NDArray[np.bool_]) -> Context:
         """These rows where `held` says so, with rows of zeros between them."""
 
-        def wide(codes: torch.Tensor) -> torch.Tensor:
-            found = codes.new_zeros(len(held), *codes.shape[1:])
-            found[torch.from_numpy(held)] = codes
-            return found
+        found = self.zeros(len(held))
+        found.put(held, self)
+        return found
 
-        k, *others = (None if area is None else wide(area) for area in self.areas)
+    def at(self, places: npt.NDArray[Any]) -> Context:
+        """The rows at these places, numbers or a mask."""
+        pick = torch.from_numpy(places)
+        return self._mapped(lambda codes: codes[pick])
+
+    def zeros(self, count: int) -> Context:
+        """So many rows of zeros like these."""
+        return self._mapped(lambda codes: codes.new_zeros(count, *codes.shape[1:]))
+
+    def put(self, places: npt.NDArray[Any], rows: Context) -> None:
+        """Overwrite the rows at these places, numbers or a mask."""
+        into = torch.from_numpy(places)
+        for area, own in zip(self.areas, rows.areas, strict=True):
+            if area is not None and own is not None:
+                area[into] = own
+
+    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Context:
+        k, k_scales, v, v_scales = (None if area is None else change(area) for area in self.areas)
         assert k is not None
-        k_scales, v, v_scales = others
         return Context(k, v, k_scales, v_scales)
 
 

@@ -3,6 +3,7 @@
 from .cache import TieredCache, TieredSequence
 from .device import DeviceTier
 from .policy import HighestMass, Move, NewestRows, Policy, RowView
+from .pool import PoolTier
 from .telemetry import TierStats, prometheus
 from .tier import FileTier, TensorTier, Tier
 
@@ -13,6 +14,7 @@ __all__ = [
     "Move",
     "NewestRows",
     "Policy",
+    "PoolTier",
     "RowView",
     "TensorTier",
     "Tier",

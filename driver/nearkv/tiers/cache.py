@@ -273,10 +273,8 @@ class TieredCache:
             held = np.sort(held[held >= 0])
             if len(held):
                 rows = tier.get(key, held)
-                found = _empty_like(rows, length) if found is None else found
-                for area, own in zip(found.areas, rows.areas, strict=True):
-                    if area is not None and own is not None:
-                        area[torch.from_numpy(held)] = own
+                found = rows.zeros(length) if found is None else found
+                found.put(held, rows)
         if found is None:
             raise ArgumentError(f"sequence {of.number} has no rows in layer {layer}")
         return found
@@ -489,11 +487,3 @@ class TieredCache:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the tiered cache is closed; make another one")
-
-
-def _empty_like(rows: Context, length: int) -> Context:
-    k, k_scales, v, v_scales = (
-        None if area is None else area.new_zeros(length, *area.shape[1:]) for area in rows.areas
-    )
-    assert k is not None
-    return Context(k, v, k_scales, v_scales)

@@ -87,13 +87,10 @@ class DeviceTier(Tier):
 
     def get(self, key: Key, positions: Positions) -> Context:
         """See `Tier.get`."""
-        places = torch.from_numpy(self._places(key, positions))
+        places = self._places(key, positions)
         k, v = self.cache.read_codes(self._handle(key), layer=0)
-        pick = [None if area is None else area[places] for area in (k.codes, k.scales)]
-        pick += [None, None] if v is None else [None if a is None else a[places] for a in (v.codes, v.scales)]
-        codes, k_scales, v_codes, v_scales = pick
-        assert codes is not None
-        return Context(codes, v_codes, k_scales, v_scales)
+        of_v = (None, None) if v is None else (v.codes, v.scales)
+        return Context(k.codes, of_v[0], k.scales, of_v[1]).at(places)
 
     def remove(self, key: Key, positions: Positions) -> None:
         """See `Tier.remove`."""
@@ -144,7 +141,7 @@ class DeviceTier(Tier):
             scale=asked.scale,
             softcap=asked.softcap,
             sinks=asked.sinks,
-            visible=torch.from_numpy(seen.reshape(-1, seen.shape[2])),
+            visible=torch.from_numpy(seen.reshape(len(keys) * query_rows, seen.shape[2])),
             partial=True,
         )
         return result.reshaped(asked.q.shape[:2])
