@@ -7,13 +7,14 @@ from amaranth.utils import exact_log2
 
 from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth
+from ..common.pipeline import later
 from ..common.queue import Queue
 from ..interfaces import PAGE_BITS, Fault, ReadResponse
 from .array import Array, array_operation
 from .codes import Scales, parts_less_one, row_codes
 from .loader import pass_parameters, query_load
 from .scoring import SCORE_QUEUE_ROWS, WEIGHT_SLOTS
-from .shape import BANKS, PASSES, LineParts, chosen
+from .shape import BANKS, PASSES, LineParts, abreast_bits, chosen
 from .streamer import LineKind, line_tag
 
 
@@ -25,6 +26,7 @@ def sums_read(shape):
             "query": range(shape.queries),
             "line": range(shape.row_lines),
             "groups": range(shape.groups),  # beats of it, less one
+            "abreast": abreast_bits(shape),  # log2 of the rows abreast whose sums it is of
         }
     )
 
@@ -54,7 +56,8 @@ class Issue(wiring.Component):
     loaded, passes : In : state and parameters of the passes.
     row_taken, row_weighed : In : a row has left the score queue; its weights are there.
     operation, line, scales, scale_kind : Out : for the array.
-    slot : Out : the row whose weights the array needs, one cycle before it needs them.
+    slot, abreast : Out : the row whose weights the array needs, one cycle before it needs them; log2 of the
+        rows abreast there. Rows abreast are counted as one here.
     taken : Out : a line of K, V or scales was taken in this cycle.
     taken_value, taken_number, taken_fault, taken_page : Out : what it was.
     k_ended : Out : the pass of that number has no more K.
@@ -82,6 +85,7 @@ class Issue(wiring.Component):
                 "scales": Out(data.ArrayLayout(CODE_BITS, shape.scale_groups)),
                 "scale_kind": Out(CodeKind),
                 "slot": Out(range(WEIGHT_SLOTS)),
+                "abreast": Out(abreast_bits(shape)),
                 "taken": Out(1),
                 "taken_value": Out(1),
                 "taken_number": Out(range(PASSES)),
@@ -129,7 +133,8 @@ class Issue(wiring.Component):
         m.d.comb += again.eq(is_v & v_now.latent)
         with m.If(score & line_done):
             m.d.sync += line_of_row.eq(Mux(row_done, 0, line_of_row + 1))
-        short = codes.pitch.any()
+        some_abreast = codes.abreast.any()
+        short = codes.pitch.any() & ~some_abreast
         parts, part = Signal(2), Signal(2)
         m.d.comb += [
             codes.eq(Mux(is_v, v_now.v, k_now.k)),
@@ -212,6 +217,7 @@ class Issue(wiring.Component):
             kept.value.eq(is_v),
             kept.number.eq(step),
             kept.last.eq(row_done),
+            kept.rows.eq(Mux(some_abreast, tag.rows, 0)),
             kept.codes.eq(codes),
             self.scales.eq(kept.scales),
             self.scale_kind.eq(kept.kind),
@@ -226,7 +232,10 @@ class Issue(wiring.Component):
             self.operation.width.eq(Mux(load, CodeWidth.WHOLE, codes.width)),
             self.operation.codebook.eq(~load & codes.codebook),
             self.operation.book.eq(is_v & ~v_now.latent),  # V in the K row has K's numbers
-            self.operation.parts.eq(Mux(load, LineParts.ONE, codes.parts)),
+            self.operation.parts.eq(Mux(load | some_abreast, LineParts.ONE, codes.parts)),
+            self.operation.abreast.eq(Mux(load, self.loads.payload.abreast, codes.abreast)),
+            self.operation.place.eq(Mux(~load & some_abreast, tag.place, 0)),
+            self.operation.rows.eq(Mux(~load & some_abreast, tag.rows, 0)),
             self.operation.part.eq(part),
             self.operation.count.eq(Mux(load, self.loads.payload.count, count)),
             self.operation.block.eq(self.loads.payload.block),
@@ -244,12 +253,11 @@ class Issue(wiring.Component):
             self.operation.read_query.eq(self.reads.payload.query),
             self.operation.read_line.eq(self.reads.payload.line),
             self.operation.read_groups.eq(self.reads.payload.groups),
+            self.operation.read_abreast.eq(self.reads.payload.abreast),
             self.line.eq(Mux(load, self.loads.payload.data, line)),
         ]
-        shown = slot
-        for _ in range(Array.weight_cycles - 1):
-            delayed = Signal(range(WEIGHT_SLOTS), reset_less=True)
-            m.d.sync += delayed.eq(shown)
-            shown = delayed
-        m.d.comb += self.slot.eq(shown)
+        m.d.comb += [
+            self.slot.eq(later(m, slot, Array.weight_cycles - 1)),
+            self.abreast.eq(later(m, codes.abreast, Array.weight_cycles - 1)),
+        ]
         return m

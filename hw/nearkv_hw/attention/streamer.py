@@ -63,6 +63,7 @@ def geometry(shape):
             "tenant": TENANT_BITS,
             "latent": 1,  # V lies in the K rows: its lines are not asked for
             "bounds": 1,  # there is no V, and every page is one pair of rows
+            "abreast": min(shape.rows_abreast - 1, 1),  # rows of a line are taken at once and share a slot
             "k": row_lines(shape),
             "v": row_lines(shape),
         }
@@ -87,6 +88,7 @@ class _Block(data.Struct):
     end: 1
     line: LINE_ADDRESS_BITS
     rows: range(BLOCK_ROWS + 1)
+    slots: range(BLOCK_ROWS + 1)  # of the weight store
     page: PAGE_BITS
     scales: LINE_ADDRESS_BITS  # the line of scales that is asked for next
     row: SCALE_ROW_BITS  # of the next row, among those whose scales share a line
@@ -222,6 +224,7 @@ class Streamer(wiring.Component):
         # what comes next
         slots = Signal(range(WEIGHT_SLOTS + 1), init=WEIGHT_SLOTS)
         next_rows, most = Signal(range(BLOCK_ROWS + 1)), Signal(range(BLOCK_ROWS + 1))
+        next_slots = Signal(range(BLOCK_ROWS + 1))
         k_number, v_number = Signal(range(PASSES)), Signal(range(PASSES))
         k_ready, v_ready, choose = Signal(), Signal(), Signal()
         k_first, k_chosen, v_turn = Signal(), Signal(), Signal()
@@ -237,6 +240,7 @@ class Streamer(wiring.Component):
                 )
             ),
             next_rows.eq(Mux(item.last, 0, Mux(item.rows < most, item.rows, most))),
+            next_slots.eq(next_rows),
             # the end of a pass may be under way
             k_number.eq(numbers["k"] + (active & ~is_v & block.end)),
             v_number.eq(numbers["v"] + (active & is_v & block.end)),
@@ -247,7 +251,7 @@ class Streamer(wiring.Component):
                 & startable.bit_select(k_number, 1)
                 & values.i.ready
                 & self.rows.ready
-                & (k_geometry.bounds | (next_rows <= slots))
+                & (k_geometry.bounds | (next_slots <= slots))
             ),
             self.rows.payload.index.eq(item.index),
             self.rows.payload.rows.eq(Mux(k_geometry.bounds, 1, next_rows)),
@@ -256,6 +260,10 @@ class Streamer(wiring.Component):
             k_chosen.eq(k_ready & ((k_first & ~(v_turn & (slots < V_TURN_ROWS))) | ~v_ready)),
             choose.eq(~active | (step & block_end)),
         ]
+        if self.shape.rows_abreast > 1:
+            with m.If(k_geometry.abreast):
+                place = _place_in_line(item.row, k_geometry.k)
+                m.d.comb += next_slots.eq(_lines_of(place + next_rows, k_geometry.k))
         # the block that comes next, of both kinds
         most_lines = {kind: Signal(range(BLOCK_ROWS + 1), name=f"{kind}_most_lines") for kind in ("k", "v")}
         coming = {kind: Signal(_Block, name=f"{kind}_coming") for kind in ("k", "v")}
@@ -266,6 +274,7 @@ class Streamer(wiring.Component):
                 following.end.eq(item.last),
                 following.line.eq(item[f"{kind}_line"]),
                 following.rows.eq(next_rows),
+                following.slots.eq(next_slots),
                 following.page.eq(item.page),
                 following.scales.eq(item[f"{kind}_scales"] + goes_on),
                 following.row.eq(item.row),
@@ -289,7 +298,7 @@ class Streamer(wiring.Component):
                     now.eq(k_geometry.k),
                     tenant.eq(k_geometry.tenant),
                     blocks["k"].eq(coming["k"]),
-                    slots.eq(slots - Mux(k_geometry.bounds, 0, next_rows)),
+                    slots.eq(slots - Mux(k_geometry.bounds, 0, next_slots)),
                     fresh.eq(0),
                     item.rows.eq(item.rows - most),
                     item.row.eq(item.row + most),
@@ -313,7 +322,7 @@ class Streamer(wiring.Component):
                     tenant.eq(v_geometry.tenant),
                     latent.eq(v_geometry.latent),
                     blocks["v"].eq(values.o.payload),
-                    slots.eq(slots + values.o.payload.rows),
+                    slots.eq(slots + values.o.payload.slots),
                 ]
         m.d.comb += self.busy.eq(item_valid | active | values.o.valid | self.requests.valid)
         return m
@@ -322,6 +331,11 @@ class Streamer(wiring.Component):
 def _place_in_line(row, rows):
     """A row's place among those whose codes share a line."""
     return row & ((1 << rows.pitch) - 1)[:2]
+
+
+def _lines_of(count, rows):
+    """Lines that so many rows take of those that share lines."""
+    return (count + ((1 << rows.pitch) - 1)[:2]) >> rows.pitch
 
 
 def _place_of_scales(row, rows):
