@@ -138,7 +138,7 @@ class Scales(wiring.Component):
         # rows abreast lie in a line as their scales do: the place among them is the row's number's end
         places = range(self.shape.rows_abreast)
         starts = [Signal(SCALE_ROW_BITS, name=f"start_{place}") for place in places]
-        begin = row & ~Cat(codes.abreast >= n for n in places[1:3])
+        begin = row & ~Cat(*(codes.abreast >= n for n in places[1:3]), Const(0, SCALE_ROW_BITS))
         m.d.comb += [start.eq((begin | place) << codes.scale_shift) for place, start in enumerate(starts)]
         of_every_block = of_blocks(codes.abreast, starts)
         kinds = {
