@@ -54,7 +54,7 @@ class Bias(wiring.Component):
         shifted = stage(m, Mux(gone, 0, wide >> right[: len(wide).bit_length()]))
         huge = stage(m, product.any() & (right < 0))
 
-        # 5: to nearest, ties away from zero, saturated; a negative one is inverted here, and one more in the sum
+        # 5: to nearest, ties away from zero, saturated; a negative one is inverted, and one more in the sum
         negative = later(m, negative, 3)
         rounded = (shifted + 1) >> 1
         over = huge | (rounded >> _LIMIT_BITS).any()
