@@ -7,6 +7,7 @@ from amaranth.utils import exact_log2
 
 from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth
+from ..common.buffer import Buffer
 from ..common.pipeline import later
 from ..common.queue import Queue
 from ..interfaces import PAGE_BITS, Fault, ReadResponse
@@ -119,15 +120,18 @@ class Issue(wiring.Component):
         k_now, v_now, load_now = (
             Signal(pass_parameters(self.shape), name=name) for name in ("k_pass", "v_pass", "load_pass")
         )
-        m.d.comb += [
-            k_now.eq(chosen(self.passes, k_number)),
-            v_now.eq(chosen(self.passes, v_number)),
-            load_now.eq(chosen(self.passes, self.loads.payload.number)),
-        ]
+        k_end, v_end = Signal(), Signal()
+        # registers: what a pass's lines depend on stands for a cycle before the first of them is taken
+        for now, number, ends in ((k_now, k_number, k_end), (v_now, v_number, v_end)):
+            m.d.sync += now.eq(Mux(ends, chosen(self.passes, number + 1), chosen(self.passes, number)))
+        m.d.comb += load_now.eq(chosen(self.passes, self.loads.payload.number))
         codes = Signal(row_codes(self.shape))
         line_done, row_done, passes_on = Signal(), Signal(), Signal()
         # lines of K rows in which V lies, too; as many as there can be between K and V
         m.submodules.rows = rows = Queue(shape=LINE_BITS, depth=self.row_depth)
+        m.submodules.next_row = next_row = Buffer(shape=LINE_BITS)  # a large memory's enable is early
+        wiring.connect(m, rows.o, next_row.i)
+        keep, kept_line = Signal(), Signal(LINE_BITS, reset_less=True)
         again, here, line = Signal(), Signal(), Signal(LINE_BITS)
         line_of_row, v_lines_last = Signal(range(self.shape.row_lines)), k_now.v.lines_last
         m.d.comb += again.eq(is_v & v_now.latent)
@@ -155,8 +159,8 @@ class Issue(wiring.Component):
             ]
         m.d.comb += [
             self.loads.ready.eq(1),
-            here.eq(Mux(again, rows.o.valid, self.lines.valid)),
-            line.eq(Mux(again, rows.o.payload, self.lines.payload.data)),
+            here.eq(Mux(again, next_row.o.valid, self.lines.valid)),
+            line.eq(Mux(again, next_row.o.payload, self.lines.payload.data)),
             score.eq(is_kind[LineKind.K] & here & ~load & k_loaded & (~row_start | (room != 0))),
             value.eq(
                 is_kind[LineKind.V]
@@ -173,7 +177,6 @@ class Issue(wiring.Component):
         m.d.sync += weighed.eq(weighed - (value & row_start) + self.row_weighed)
 
         # ends of passes need no line, but they come after the opening; that of K goes the way of the rows
-        k_end, v_end = Signal(), Signal()
         m.d.sync += [
             room.eq(room - ((score & row_start) | k_end) + self.row_taken),
             full.eq((full | Mux(v_end, 1 << v_bank, 0)) & ~self.drained),
@@ -183,9 +186,9 @@ class Issue(wiring.Component):
             v_end.eq(is_kind[LineKind.V_END] & v_loaded & v_room),
             passes_on.eq(((score | value) & line_done) | scales),
             self.taken.eq(passes_on & ~again),
-            rows.o.ready.eq(passes_on & again),
-            rows.i.valid.eq(passes_on & k_now.latent & ~is_v & (scales | (line_of_row <= v_lines_last))),
-            rows.i.payload.eq(self.lines.payload.data),
+            next_row.o.ready.eq(passes_on & again),
+            keep.eq(passes_on & k_now.latent & ~is_v & (scales | (line_of_row <= v_lines_last))),
+            rows.i.payload.eq(kept_line),
             self.tags.ready.eq(passes_on | k_end | v_end),
             self.lines.ready.eq(self.taken),
             self.waiting.eq(self.lines.valid & ~self.taken),
@@ -196,6 +199,9 @@ class Issue(wiring.Component):
             self.taken_fault.eq(self.lines.payload.fault),
             self.taken_page.eq(tag.page),
         ]
+        m.d.sync += rows.i.valid.eq(keep)
+        with m.If(keep):
+            m.d.sync += kept_line.eq(self.lines.payload.data)
         v_first = Signal(init=1)
         slot = Signal(range(WEIGHT_SLOTS))
         m.d.sync += [k_number.eq(k_number + k_end), v_number.eq(v_number + v_end)]
