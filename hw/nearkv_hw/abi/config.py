@@ -244,6 +244,11 @@ class DeviceConfig:
         return max(self.queries // (2 if self.lanes == max(LANE_CHOICES) else 4), 1)
 
     @property
+    def rows_abreast(self) -> int:
+        """Rows of a line that a unit takes in one step, at most: four where each has a block of lanes."""
+        return 4 if self.lanes == max(LANE_CHOICES) else 1
+
+    @property
     def units(self) -> int:
         """Attention units."""
         return 0 if self.placement is Placement.HOST else self.slices

@@ -54,14 +54,19 @@ class Bias(wiring.Component):
         shifted = stage(m, Mux(gone, 0, wide >> right[: len(wide).bit_length()]))
         huge = stage(m, product.any() & (right < 0))
 
-        # 5: to nearest, ties away from zero, saturated
+        # 5: to nearest, ties away from zero, saturated; a negative one is inverted, and one more in the sum
+        negative = later(m, negative, 3)
         rounded = (shifted + 1) >> 1
         over = huge | (rounded >> _LIMIT_BITS).any()
-        bias = stage(m, Mux(over, SCORE_LIMIT, rounded), shape=_LIMIT_BITS)
+        magnitude = Mux(over, SCORE_LIMIT, rounded)[:_LIMIT_BITS]
+        bias = stage(m, Cat(magnitude, Const(0, 1)) ^ negative.replicate(SCORE_BITS)).as_signed()
 
-        # 6: sum, saturated
+        # 6: sum, saturated at -SCORE_LIMIT and SCORE_LIMIT, which its first two bits tell but for one number
         total = Signal(signed(SCORE_BITS + 1))
-        m.d.comb += total.eq(self.score + Mux(later(m, negative, 4), -bias, bias))
-        result = Mux(total > SCORE_LIMIT, SCORE_LIMIT, Mux(total < -SCORE_LIMIT, -SCORE_LIMIT, total))
-        m.d.comb += self.biased.eq(stage(m, result, shape=signed(SCORE_BITS)))
+        carried = Cat(Const(1, 1), self.score).as_signed() + Cat(stage(m, negative), bias).as_signed()
+        m.d.comb += total.eq(carried >> 1)
+        sign, large = total[-1], total[-1] ^ total[-2]
+        lowest = sign & ~total[:_LIMIT_BITS].any()
+        limited = Cat((large & ~sign).replicate(_LIMIT_BITS), sign) | Mux(large, 0, total[:SCORE_BITS])
+        m.d.comb += self.biased.eq(stage(m, (limited | large | lowest).as_signed(), shape=signed(SCORE_BITS)))
         return m

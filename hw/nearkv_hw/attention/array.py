@@ -18,24 +18,26 @@ cells, and a read of sums takes the value mode's way with nothing to add: what e
 effect. Only a K line must leave a cycle between itself and its query line.
 """
 
-from amaranth.hdl import Cat, Module, Mux, Signal, signed
+from operator import or_
+
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, memory, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
 from ..abi.formats import LUT4, LUT_ENTRIES
-from ..abi.numerics import LIMB_BITS
-from ..arithmetic.binned import HELD_TOP_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth, ElementDecoder
 from ..arithmetic.scale import SCALE_KINDS, Decoded, Scaler
 from ..arithmetic.score import DotProduct
 from ..arithmetic.weight import Weight
 from ..interfaces import LanePartial
-from .cell import SUM_BIN_BIAS, Cell
+from .abreast import has_block, of_blocks, of_rows
+from .cell import Cell
 from .codes import Scales
 from .dot import DotProducts
 from .lane_flags import LANE_FLAGS, LaneFlags
-from .shape import BANKS, PASSES, SCALE_LANES, LineParts
+from .shape import BANKS, PASSES, LineParts, abreast_bits
+from .way_out import WayOut
 
 
 def array_operation(shape):
@@ -51,7 +53,10 @@ def array_operation(shape):
             "book": 1,  # V's, else K's
             "parts": LineParts,
             "part": 2,  # which of them
-            "count": range(shape.lanes + 1),  # the first so many lanes have an element
+            "count": range(shape.lanes + 1),  # the first so many lanes, of every row, have an element
+            "abreast": abreast_bits(shape),  # log2 of the rows that the line has
+            "place": abreast_bits(shape),  # the first of them that counts
+            "rows": abreast_bits(shape),  # how many count, less one
             "block": range(shape.wide),  # load: the lanes that the line is for
             "end": 1,  # the pass has no more K; with neither score, value nor load
             "number": range(PASSES),  # pass of the line
@@ -66,15 +71,18 @@ def array_operation(shape):
             "read_query": range(shape.queries),
             "read_line": range(shape.row_lines),
             "read_groups": range(shape.groups),  # beats that are read of it, less one
+            "read_abreast": abreast_bits(shape),  # log2 of the rows that its sums are of
         }
     )
 
 
-def row_dots(queries):
-    """One row's dot products with every query, or the end of a pass's rows."""
+def row_dots(queries, rows=1):
+    """Dot products of a row, or of rows abreast, with every query, or the end of a pass's rows."""
     return data.StructLayout(
         {
-            "dots": data.ArrayLayout(DotProduct, queries),
+            "dots": data.ArrayLayout(data.ArrayLayout(DotProduct, queries), rows),
+            "place": exact_log2(rows),  # the first of the rows that counts
+            "rows": exact_log2(rows),  # how many count, less one
             "end": 1,  # no row: the pass has no more
             "number": range(PASSES),
         }
@@ -104,10 +112,11 @@ class Array(wiring.Component):
     -------
     operation, line : In : what to do (`array_operation`), and the line.
     book : In(BookEntry) : keep a number of a codebook, from the next cycle on.
-    scales, scale_kind : In : scales of every `SCALE_LANES` lanes, `scale_cycles` after the operation.
-    weights : In : the row's weights of every query, `weight_cycles` after a value operation.
-    row_valid, row : Out : dot products of a row (`row_dots`), `row_cycles` after its last line; ends of
-        passes in their place among the rows.
+    scales, scale_kind : In : scales of every `shape.scale_lanes` lanes, `scale_cycles` after the operation.
+    weights : In : weights of every query, `weight_cycles` after a value operation: of every block of lanes
+        its row's, or with one row at a time that row's.
+    row_valid, row : Out : dot products of a row, or of rows abreast (`row_dots`), `row_cycles` after its last
+        line; ends of passes in their place among the rows.
     read_valid, lanes_read : Out : sums and flags of the line that was read, `finish_lanes` lanes in a cycle:
         the first `read_cycles` after the read, the others in the cycles after it. Reads come at least two
         cycles apart, and as many as beats are read.
@@ -118,7 +127,6 @@ class Array(wiring.Component):
     weight_cycles = element_cycles - 1
     top_cycles = element_cycles + Cell.top_cycles
     limb_cycles = element_cycles + Cell.limb_cycles
-    read_cycles = limb_cycles + 2
 
     def __init__(self, *, shape):
         self.shape = shape
@@ -129,9 +137,9 @@ class Array(wiring.Component):
                 "book": In(BookEntry),
                 "scales": In(data.ArrayLayout(CODE_BITS, shape.scale_groups)),
                 "scale_kind": In(CodeKind),
-                "weights": In(data.ArrayLayout(Weight, shape.queries)),
+                "weights": In(data.ArrayLayout(data.ArrayLayout(Weight, shape.queries), shape.rows_abreast)),
                 "row_valid": Out(1),
-                "row": Out(row_dots(shape.queries)),
+                "row": Out(row_dots(shape.queries, shape.rows_abreast)),
                 "read_valid": Out(1),
                 "lanes_read": Out(data.ArrayLayout(LanePartial, shape.finish_lanes)),
             }
@@ -142,10 +150,17 @@ class Array(wiring.Component):
         """Cycles from a row's last line to its dot products."""
         return self.limb_cycles + DotProducts.tree_cycles_of(self.shape.lanes) + DotProducts.row_cycles
 
+    @property
+    def read_cycles(self):
+        """Cycles from a read to its first beat."""
+        return self.limb_cycles + WayOut.latency_cycles_of(self.shape)
+
     def elaborate(self, platform):
         m = Module()
         shape = self.shape
         lanes, queries, blocks = range(shape.lanes), range(shape.queries), range(shape.wide)
+        rows, row_lanes = shape.rows_abreast, shape.lanes // shape.rows_abreast
+        row_firsts = range(0, shape.lanes, row_lanes)
         tree_cycles = DotProducts.tree_cycles_of(self.shape.lanes)
 
         codes = Signal(data.ArrayLayout(CODE_BITS, self.shape.lanes), reset_less=True)
@@ -153,7 +168,7 @@ class Array(wiring.Component):
         delays = _Delays(m, self.operation)
         at_line = delays.at(1)
         at_code = delays.at(self.scale_cycles)
-        present = delays.of(Cat(lane < self.operation.count for lane in lanes), self.scale_cycles)
+        present = delays.of(self._present(m), self.scale_cycles)
         at_weight = delays.at(self.weight_cycles)
         at_element = delays.at(self.element_cycles)
         at_top = delays.at(self.top_cycles)
@@ -181,7 +196,7 @@ class Array(wiring.Component):
         for lane in lanes:
             m.submodules[f"decoder_{lane}"] = decoder = ElementDecoder()
             m.submodules[f"scaler_{lane}"] = scaler = Scaler()
-            scale = scale_decoders[lane // SCALE_LANES]
+            scale = scale_decoders[lane // shape.scale_lanes]
             m.submodules[f"book_{lane}"] = book = memory.Memory(
                 shape=CODE_BITS, depth=PASSES * BOOK_ENTRIES, init=[]
             )
@@ -227,7 +242,9 @@ class Array(wiring.Component):
         for index in queries:
             loads = Signal(shape.wide, name=f"load_{index}")
             own = at_element.load & (at_element.query == index)
-            m.d.comb += loads.eq(Cat(own & (at_element.block == block) for block in blocks))
+            m.d.comb += loads.eq(
+                Cat(own & has_block(at_element.abreast, at_element.block, block) for block in blocks)
+            )
             kept_blocks = []
             for block in blocks:
                 m.submodules[f"specials_{index}_{block}"] = kept = memory.Memory(
@@ -247,7 +264,7 @@ class Array(wiring.Component):
                 m.d.comb += query_now[name].eq(Cat(kept[name] for kept in kept_blocks))
             infinite = element_now.infinite | query_now.infinite
             opposite = element_now.negative ^ query_now.negative
-            flags = Signal(3, reset_less=True, name=f"line_flags_{index}")
+            flags = Signal(3 * rows, reset_less=True, name=f"line_flags_{index}")
             undefined = (
                 element_now.nan
                 | query_now.nan
@@ -260,28 +277,30 @@ class Array(wiring.Component):
             m.d.comb += counted.eq(
                 counts & ~(query_now.negative & drop_negative) & ~(~query_now.negative & drop_positive)
             )
-            m.d.sync += flags.eq(
-                Cat(
-                    (undefined & counted).any(),
-                    (infinite & ~opposite & counted).any(),
-                    (infinite & opposite & counted).any(),
-                )
+            met = [vector & counted for vector in (undefined, infinite & ~opposite, infinite & opposite)]
+            of_rows_flags = of_rows(
+                at_element.abreast,
+                [Cat(vector[first : first + row_lanes].any() for vector in met) for first in row_firsts],
+                or_,
             )
+            m.d.sync += flags.eq(Cat(of_rows_flags))
             negative = delays.of(
                 Mux(at_element.value, element_now.negative, opposite), self.limb_cycles - self.element_cycles
             )
-            live = delays.of(self.weights[index].significand[-1], self.top_cycles - self.weight_cycles)
+            weights = [of_block[index] for of_block in self.weights]
+            lives = [delays.of(w.significand[-1], self.top_cycles - self.weight_cycles) for w in weights]
 
             # dot products
-            m.submodules[f"dot_{index}"] = dot = DotProducts(lanes=self.shape.lanes)
+            m.submodules[f"dot_{index}"] = dot = DotProducts(lanes=self.shape.lanes, rows=rows)
             m.d.comb += [
                 dot.valid.eq(at_top.score),
+                dot.abreast.eq(at_top.abreast),
                 dot.limb_valid.eq(at_limb.score),
                 dot.negative.eq(negative),
                 dot.row_valid.eq(at_row.score),
                 dot.row_first.eq((at_row.line == 0) & ~at_row.goes_on),
                 dot.flags.eq(delays.of(flags, self.limb_cycles + tree_cycles - self.element_cycles - 1)),
-                self.row.dots[index].eq(dot.dot),
+                *(of_row[index].eq(own) for of_row, own in zip(self.row.dots, dot.dots, strict=True)),
             ]
 
             # the lanes
@@ -294,7 +313,7 @@ class Array(wiring.Component):
                 m.d.comb += [
                     lane_flags.add.eq(at_top.value),
                     lane_flags.first.eq(at_top.first),
-                    lane_flags.live.eq(live),
+                    lane_flags.live.eq(lives[block % rows]),
                     lane_flags.address.eq(top_address[block]),
                     lane_flags.nan.eq(value_nan[own_lanes]),
                     lane_flags.positive.eq(value_positive[own_lanes]),
@@ -307,7 +326,7 @@ class Array(wiring.Component):
                 m.submodules[f"cell_{index}_{lane}"] = cell = Cell(query_states=states, states=states)
                 m.d.comb += [
                     cell.value.eq(at_weight.value),
-                    cell.weight.eq(self.weights[index]),
+                    cell.weight.eq(weights[block % rows]),
                     cell.query_read.eq(query_read[block]),
                     cell.drop.eq(at_weight.drop),
                     cell.element.eq(elements[lane].element),
@@ -320,7 +339,7 @@ class Array(wiring.Component):
                     cell.address.eq(top_address[block]),
                     dot.bins[lane].eq(cell.bins),
                     cell.select_value.eq(at_select.value),
-                    cell.line_top.eq(dot.line_top),
+                    cell.line_top.eq(dot.line_tops[block % rows]),
                     dot.high[lane].eq(cell.high),
                     dot.low[lane].eq(cell.low),
                     cell.limb_add.eq(at_limb.value),
@@ -336,8 +355,24 @@ class Array(wiring.Component):
             self.row_valid.eq((at_dot.score & at_dot.last) | at_dot.end),
             self.row.end.eq(at_dot.end),
             self.row.number.eq(at_dot.number),
+            self.row.place.eq(at_dot.place),
+            self.row.rows.eq(at_dot.rows),
         ]
-        self._way_out(m, at_top, at_limb, read_tops, read_flags, read_highs, read_lows)
+        m.submodules.way_out = way_out = WayOut(shape=shape)
+        m.d.comb += [
+            way_out.top_read.eq(at_top.read),
+            way_out.top_query.eq(at_top.read_query),
+            way_out.limb_read.eq(at_limb.read),
+            way_out.limb_query.eq(at_limb.read_query),
+            way_out.beats.eq(at_limb.read_groups),
+            way_out.abreast.eq(at_limb.read_abreast),
+            way_out.tops.eq(Cat(read_tops)),
+            way_out.flags.eq(Cat(read_flags)),
+            way_out.highs.eq(Cat(read_highs)),
+            way_out.lows.eq(Cat(read_lows)),
+            self.read_valid.eq(way_out.valid),
+            self.lanes_read.eq(way_out.lanes),
+        ]
         return m
 
     def _codes(self, m, codes):
@@ -348,16 +383,51 @@ class Array(wiring.Component):
         for parts, count in ((LineParts.TWO, 2), (LineParts.FOUR, 4)):
             with m.If(operation.parts == parts):
                 m.d.comb += part.eq(self.line.word_select(operation.part[: exact_log2(count)], bits // count))
+        sizes = ((CodeWidth.WHOLE, 16), (CodeWidth.BYTE, 8), (CodeWidth.NIBBLE, 4))
+
+        def wide(code):
+            return Mux(operation.kind.fp16, code << 8, code) if len(code) == 8 else code
+
         for lane in range(self.shape.lanes):
             code = Signal(CODE_BITS, name=f"code_{lane}")
             with m.Switch(operation.width):
-                for width, size in ((CodeWidth.WHOLE, 16), (CodeWidth.BYTE, 8), (CodeWidth.NIBBLE, 4)):
+                for width, size in sizes:
                     if size * (lane + 1) <= bits:
                         own = part[size * lane :][:size]
-                        own = Mux(operation.kind.fp16, own << 8, own) if size == 8 else own
                         with m.Case(width):
-                            m.d.comb += code.eq(own)
+                            m.d.comb += code.eq(wide(own))
+            for abreast in range(1, abreast_bits(self.shape) + 1):
+                with m.If(operation.abreast == abreast), m.Switch(operation.width):
+                    for width, size in sizes:
+                        own = self._code_of_row(lane, abreast, size)
+                        if len(own) == size:
+                            with m.Case(width):
+                                m.d.comb += code.eq(wide(own))
             yield codes[lane].eq(code)
+
+    def _code_of_row(self, lane, abreast, bits):
+        """What a lane has of a line whose rows are abreast, if its row has so many codes."""
+        row_bits, row_lanes = len(self.line) >> abreast, self.shape.lanes >> abreast
+        row, place = divmod(lane, row_lanes)
+        return self.line[row * row_bits :][:row_bits][place * bits :][:bits]
+
+    def _present(self, m):
+        """Which lanes have an element."""
+        operation, lanes = self.operation, self.shape.lanes
+        below = Signal(lanes)
+        m.d.comb += below.eq(Cat(lane < operation.count for lane in range(lanes)))
+        if self.shape.rows_abreast == 1:
+            return below
+        in_rows = Signal(lanes)
+        with m.Switch(operation.abreast):
+            for abreast in range(abreast_bits(self.shape) + 1):
+                with m.Case(abreast):
+                    m.d.comb += in_rows.eq(below[: lanes >> abreast].replicate(1 << abreast))
+        last = operation.place + operation.rows
+        rows = [(operation.place <= row) & (row <= last) for row in range(self.shape.rows_abreast)]
+        return in_rows & Cat(
+            here.replicate(self.shape.line_lanes) for here in of_blocks(operation.abreast, rows)
+        )
 
     def _address(self, line, bank, block):
         """The address of a step in the memories of a block's lanes."""
@@ -367,62 +437,6 @@ class Array(wiring.Component):
         """The address of sums: the step's, or in a read the one to read."""
         own = self._address(at.line, _bank(at), block)
         return Mux(at.value, own, self._address(at.read_line, at.read_bank, block))
-
-    def _way_out(self, m, at_top, at_limb, tops, flags, highs, lows):
-        """A line's sums are taken from all lanes of a query at once, and leave in groups of lanes."""
-        lanes, groups = self.shape.lanes, self.shape.groups
-
-        def taken(at, values, shape):
-            registers = [Signal(shape, reset_less=True) for _ in range(lanes)]
-            with m.If(at.read), m.Switch(at.read_query):
-                for query in range(self.shape.queries):
-                    with m.Case(query):
-                        m.d.sync += [
-                            register.eq(values[query * lanes + lane])
-                            for lane, register in enumerate(registers)
-                        ]
-            return registers
-
-        def held(values):
-            """The tops stay while the next line's tops come, which they do ahead of its limbs."""
-            registers = [Signal.like(value, reset_less=True) for value in values]
-            with m.If(at_limb.read):
-                m.d.sync += [register.eq(value) for register, value in zip(registers, values, strict=True)]
-            return registers
-
-        tops = held(taken(at_top, tops, HELD_TOP_BITS))
-        flags = held(taken(at_top, flags, 3))
-        highs = taken(at_limb, highs, signed(LIMB_BITS))
-        lows = taken(at_limb, lows, signed(LIMB_BITS))
-
-        group, leaves = Signal(range(groups)), Signal()
-        last = Signal.like(group)
-        with m.If(at_limb.read):
-            m.d.sync += [group.eq(0), leaves.eq(1), last.eq(at_limb.read_groups)]
-        with m.Elif(group == last):
-            m.d.sync += leaves.eq(0)
-        with m.Else():
-            m.d.sync += group.eq(group + leaves)
-        m.d.sync += self.read_valid.eq(leaves)
-        for index in range(self.shape.finish_lanes):
-
-            def selected(values, index=index):
-                register = Signal.like(values[0], reset_less=True)
-                with m.If(leaves), m.Switch(group):
-                    for number, value in enumerate(values[index :: self.shape.finish_lanes]):
-                        with m.Case(number):
-                            m.d.sync += register.eq(value)
-                return register
-
-            top = selected(tops)
-            partial = self.lanes_read[index]
-            m.d.comb += [
-                partial.state.some.eq(top.any()),
-                partial.state.top.eq(top - SUM_BIN_BIAS),
-                partial.state.high.eq(selected(highs)),
-                partial.state.low.eq(selected(lows)),
-                partial.flags.eq(selected(flags)),
-            ]
 
 
 class _Specials(data.StructLayout):

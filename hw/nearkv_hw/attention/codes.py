@@ -12,7 +12,8 @@ from ..arithmetic.scale import SCALE_KINDS
 from ..common.pipeline import later, stage
 from ..interfaces import SCALE_ROW_BITS
 from ..row_layout import block_number, is_scale, lines_less_one, scale_shift, wide_scale
-from .shape import SCALE_LANES, LineParts
+from .abreast import of_blocks
+from .shape import LineParts, abreast_bits
 
 ONE = 0x3F80
 """The scale of what has none, in bf16."""
@@ -35,6 +36,7 @@ def row_codes(shape):
             "scale": 3,  # as descriptors have it, 0 for none
             "block": 3,
             "scale_shift": 3,  # log2 of the bytes of a row's scales
+            "abreast": abreast_bits(shape),  # log2 of the rows that are taken at once
         }
     )
 
@@ -87,7 +89,8 @@ class Scales(wiring.Component):
         that it is the second line of a row's own.
     step, value, number, last, codes : In : a step is taken: of V or K, its number in the row, whether it is
         the row's last one, how the rows are stored. Without `step`, or without scales, all scales are one.
-    scales, kind : Out : scales of every `SCALE_LANES` lanes, and what they are, `latency_cycles` later.
+    rows : In : how many rows are taken at once, less one.
+    scales, kind : Out : scales of every `shape.scale_lanes` lanes, and what they are, `latency_cycles` later.
 
     The first cycle works out where in the line the scales are, the second takes them from it. A line that is
     loaded meanwhile does no harm: it is seen from the next cycle on, and a step never comes with it.
@@ -108,6 +111,7 @@ class Scales(wiring.Component):
                 "value": In(1),
                 "number": In(range(shape.row_lines)),
                 "last": In(1),
+                "rows": In(abreast_bits(shape)),
                 "codes": In(row_codes(shape)),
                 "scales": Out(data.ArrayLayout(CODE_BITS, shape.scale_groups)),
                 "kind": Out(CodeKind),
@@ -126,13 +130,17 @@ class Scales(wiring.Component):
                 with m.Else():
                     m.d.sync += [line[:LINE_BITS].eq(self.line), row.eq(self.row)]
             with m.Elif(self.step & self.last & (self.value == value)):
-                m.d.sync += row.eq(row + 1)
+                m.d.sync += row.eq(row + self.rows + 1)
         row = Mux(self.value, rows[1], rows[0])
 
         wide, power = wide_scale(codes.scale), is_scale(codes.scale, E8M0)
         scaled = self.step & codes.scale.any()
-        start = Signal(SCALE_ROW_BITS)
-        m.d.comb += start.eq(row << codes.scale_shift)
+        # rows abreast lie in a line as their scales do: the place among them is the row's number's end
+        places = range(self.shape.rows_abreast)
+        starts = [Signal(SCALE_ROW_BITS, name=f"start_{place}") for place in places]
+        begin = row & ~Cat(*(codes.abreast >= n for n in places[1:3]), Const(0, SCALE_ROW_BITS))
+        m.d.comb += [start.eq((begin | place) << codes.scale_shift) for place, start in enumerate(starts)]
+        of_every_block = of_blocks(codes.abreast, starts)
         kinds = {
             BF16: ~scaled | is_scale(codes.scale, BF16) | power,
             FP16: scaled & is_scale(codes.scale, FP16),
@@ -143,10 +151,16 @@ class Scales(wiring.Component):
         element, element_value = self.number << codes.step_shift, stage(m, self.value)
         element_wide, element_power, element_scaled = stage(m, wide), stage(m, power), stage(m, scaled)
         for group in range(self.shape.scale_groups):
+            lane = group * self.shape.scale_lanes
+            start = of_every_block[lane // self.shape.line_lanes % len(starts)]
+            place = Const(lane)
+            for abreast in range(1, abreast_bits(self.shape) + 1):
+                own = lane % (self.shape.lanes >> abreast)
+                place = Mux(codes.abreast == abreast, own, place)
             at = Signal(SCALE_ROW_BITS + 1, name=f"at_{group}", reset_less=True)
             word = Signal(CODE_BITS, name=f"word_{group}")
             byte = Signal(8, name=f"byte_{group}")
-            m.d.sync += at.eq(start + (block_number(element + group * SCALE_LANES, codes.block) << wide))
+            m.d.sync += at.eq(start + (block_number(element + place, codes.block) << wide))
             m.d.comb += [
                 word.eq(
                     Mux(element_value, *(line.word_select(at[1:], CODE_BITS) for line in reversed(lines)))

@@ -128,6 +128,7 @@ class Drain(wiring.Component):
             self.lane_reads.payload.query.eq(query),
             self.lane_reads.payload.line.eq(line),
             self.lane_reads.payload.groups.eq(groups_last),
+            self.lane_reads.payload.abreast.eq(now.v.abreast),
             self.lane_reads.valid.eq(reading & space & (pace == 0)),
             line_asked.eq(self.lane_reads.valid & self.lane_reads.ready),
         ]

@@ -7,13 +7,15 @@ from amaranth.utils import exact_log2
 
 from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth
+from ..common.buffer import Buffer
+from ..common.pipeline import later
 from ..common.queue import Queue
 from ..interfaces import PAGE_BITS, Fault, ReadResponse
 from .array import Array, array_operation
 from .codes import Scales, parts_less_one, row_codes
 from .loader import pass_parameters, query_load
 from .scoring import SCORE_QUEUE_ROWS, WEIGHT_SLOTS
-from .shape import BANKS, PASSES, LineParts, chosen
+from .shape import BANKS, PASSES, LineParts, abreast_bits, chosen
 from .streamer import LineKind, line_tag
 
 
@@ -25,6 +27,7 @@ def sums_read(shape):
             "query": range(shape.queries),
             "line": range(shape.row_lines),
             "groups": range(shape.groups),  # beats of it, less one
+            "abreast": abreast_bits(shape),  # log2 of the rows abreast whose sums it is of
         }
     )
 
@@ -54,7 +57,8 @@ class Issue(wiring.Component):
     loaded, passes : In : state and parameters of the passes.
     row_taken, row_weighed : In : a row has left the score queue; its weights are there.
     operation, line, scales, scale_kind : Out : for the array.
-    slot : Out : the row whose weights the array needs, one cycle before it needs them.
+    slot, abreast : Out : the row whose weights the array needs, one cycle before it needs them; log2 of the
+        rows abreast there. Rows abreast are counted as one here.
     taken : Out : a line of K, V or scales was taken in this cycle.
     taken_value, taken_number, taken_fault, taken_page : Out : what it was.
     k_ended : Out : the pass of that number has no more K.
@@ -82,6 +86,7 @@ class Issue(wiring.Component):
                 "scales": Out(data.ArrayLayout(CODE_BITS, shape.scale_groups)),
                 "scale_kind": Out(CodeKind),
                 "slot": Out(range(WEIGHT_SLOTS)),
+                "abreast": Out(abreast_bits(shape)),
                 "taken": Out(1),
                 "taken_value": Out(1),
                 "taken_number": Out(range(PASSES)),
@@ -115,21 +120,25 @@ class Issue(wiring.Component):
         k_now, v_now, load_now = (
             Signal(pass_parameters(self.shape), name=name) for name in ("k_pass", "v_pass", "load_pass")
         )
-        m.d.comb += [
-            k_now.eq(chosen(self.passes, k_number)),
-            v_now.eq(chosen(self.passes, v_number)),
-            load_now.eq(chosen(self.passes, self.loads.payload.number)),
-        ]
+        k_end, v_end = Signal(), Signal()
+        # registers: what a pass's lines depend on stands for a cycle before the first of them is taken
+        for now, number, ends in ((k_now, k_number, k_end), (v_now, v_number, v_end)):
+            m.d.sync += now.eq(Mux(ends, chosen(self.passes, number + 1), chosen(self.passes, number)))
+        m.d.comb += load_now.eq(chosen(self.passes, self.loads.payload.number))
         codes = Signal(row_codes(self.shape))
         line_done, row_done, passes_on = Signal(), Signal(), Signal()
         # lines of K rows in which V lies, too; as many as there can be between K and V
         m.submodules.rows = rows = Queue(shape=LINE_BITS, depth=self.row_depth)
+        m.submodules.next_row = next_row = Buffer(shape=LINE_BITS)  # a large memory's enable is early
+        wiring.connect(m, rows.o, next_row.i)
+        keep, kept_line = Signal(), Signal(LINE_BITS, reset_less=True)
         again, here, line = Signal(), Signal(), Signal(LINE_BITS)
         line_of_row, v_lines_last = Signal(range(self.shape.row_lines)), k_now.v.lines_last
         m.d.comb += again.eq(is_v & v_now.latent)
         with m.If(score & line_done):
             m.d.sync += line_of_row.eq(Mux(row_done, 0, line_of_row + 1))
-        short = codes.pitch.any()
+        some_abreast = codes.abreast.any()
+        short = codes.pitch.any() & ~some_abreast
         parts, part = Signal(2), Signal(2)
         m.d.comb += [
             codes.eq(Mux(is_v, v_now.v, k_now.k)),
@@ -150,8 +159,8 @@ class Issue(wiring.Component):
             ]
         m.d.comb += [
             self.loads.ready.eq(1),
-            here.eq(Mux(again, rows.o.valid, self.lines.valid)),
-            line.eq(Mux(again, rows.o.payload, self.lines.payload.data)),
+            here.eq(Mux(again, next_row.o.valid, self.lines.valid)),
+            line.eq(Mux(again, next_row.o.payload, self.lines.payload.data)),
             score.eq(is_kind[LineKind.K] & here & ~load & k_loaded & (~row_start | (room != 0))),
             value.eq(
                 is_kind[LineKind.V]
@@ -168,7 +177,6 @@ class Issue(wiring.Component):
         m.d.sync += weighed.eq(weighed - (value & row_start) + self.row_weighed)
 
         # ends of passes need no line, but they come after the opening; that of K goes the way of the rows
-        k_end, v_end = Signal(), Signal()
         m.d.sync += [
             room.eq(room - ((score & row_start) | k_end) + self.row_taken),
             full.eq((full | Mux(v_end, 1 << v_bank, 0)) & ~self.drained),
@@ -178,9 +186,9 @@ class Issue(wiring.Component):
             v_end.eq(is_kind[LineKind.V_END] & v_loaded & v_room),
             passes_on.eq(((score | value) & line_done) | scales),
             self.taken.eq(passes_on & ~again),
-            rows.o.ready.eq(passes_on & again),
-            rows.i.valid.eq(passes_on & k_now.latent & ~is_v & (scales | (line_of_row <= v_lines_last))),
-            rows.i.payload.eq(self.lines.payload.data),
+            next_row.o.ready.eq(passes_on & again),
+            keep.eq(passes_on & k_now.latent & ~is_v & (scales | (line_of_row <= v_lines_last))),
+            rows.i.payload.eq(kept_line),
             self.tags.ready.eq(passes_on | k_end | v_end),
             self.lines.ready.eq(self.taken),
             self.waiting.eq(self.lines.valid & ~self.taken),
@@ -191,6 +199,9 @@ class Issue(wiring.Component):
             self.taken_fault.eq(self.lines.payload.fault),
             self.taken_page.eq(tag.page),
         ]
+        m.d.sync += rows.i.valid.eq(keep)
+        with m.If(keep):
+            m.d.sync += kept_line.eq(self.lines.payload.data)
         v_first = Signal(init=1)
         slot = Signal(range(WEIGHT_SLOTS))
         m.d.sync += [k_number.eq(k_number + k_end), v_number.eq(v_number + v_end)]
@@ -212,6 +223,7 @@ class Issue(wiring.Component):
             kept.value.eq(is_v),
             kept.number.eq(step),
             kept.last.eq(row_done),
+            kept.rows.eq(Mux(some_abreast, tag.rows, 0)),
             kept.codes.eq(codes),
             self.scales.eq(kept.scales),
             self.scale_kind.eq(kept.kind),
@@ -226,7 +238,10 @@ class Issue(wiring.Component):
             self.operation.width.eq(Mux(load, CodeWidth.WHOLE, codes.width)),
             self.operation.codebook.eq(~load & codes.codebook),
             self.operation.book.eq(is_v & ~v_now.latent),  # V in the K row has K's numbers
-            self.operation.parts.eq(Mux(load, LineParts.ONE, codes.parts)),
+            self.operation.parts.eq(Mux(load | some_abreast, LineParts.ONE, codes.parts)),
+            self.operation.abreast.eq(Mux(load, self.loads.payload.abreast, codes.abreast)),
+            self.operation.place.eq(Mux(~load & some_abreast, tag.place, 0)),
+            self.operation.rows.eq(Mux(~load & some_abreast, tag.rows, 0)),
             self.operation.part.eq(part),
             self.operation.count.eq(Mux(load, self.loads.payload.count, count)),
             self.operation.block.eq(self.loads.payload.block),
@@ -244,12 +259,11 @@ class Issue(wiring.Component):
             self.operation.read_query.eq(self.reads.payload.query),
             self.operation.read_line.eq(self.reads.payload.line),
             self.operation.read_groups.eq(self.reads.payload.groups),
+            self.operation.read_abreast.eq(self.reads.payload.abreast),
             self.line.eq(Mux(load, self.loads.payload.data, line)),
         ]
-        shown = slot
-        for _ in range(Array.weight_cycles - 1):
-            delayed = Signal(range(WEIGHT_SLOTS), reset_less=True)
-            m.d.sync += delayed.eq(shown)
-            shown = delayed
-        m.d.comb += self.slot.eq(shown)
+        m.d.comb += [
+            self.slot.eq(later(m, slot, Array.weight_cycles - 1)),
+            self.abreast.eq(later(m, codes.abreast, Array.weight_cycles - 1)),
+        ]
         return m

@@ -13,7 +13,7 @@ from ..interfaces import POSITION_BITS, ROW_BITS, TENANT_BITS, QueryLine, QueryL
 from .array import BOOK_ENTRIES, BookEntry
 from .codes import row_codes, set_row_codes
 from .scoring import BoundsPass, Sight, opening, query_parameters, tree_word
-from .shape import BANKS, PASSES
+from .shape import BANKS, PASSES, abreast_bits
 
 
 def pass_parameters(shape):
@@ -52,6 +52,7 @@ def query_load(shape):
             "query": range(shape.queries),
             "line": range(shape.row_lines),  # step of K rows that its elements are for
             "block": range(shape.wide),  # and block of lanes
+            "abreast": abreast_bits(shape),  # log2 of the rows abreast, for each of which it is
             "count": range(shape.line_lanes + 1),  # elements of the line
             "last": 1,
         }
@@ -187,6 +188,7 @@ class Loader(wiring.Component):
             self.loads.payload.data.eq(self.queries.payload.data),
             self.loads.payload.number.eq(number),
             self.loads.payload.query.eq(query),
+            self.loads.payload.abreast.eq(now.k.abreast),
             self.loads.payload.last.eq(line == now.query_lines_last),
             self.loads.payload.count.eq(
                 Mux(self.loads.payload.last, query_count_last, self.shape.line_lanes)
@@ -221,6 +223,9 @@ class Loader(wiring.Component):
         stored["v"] = {
             name: Mux(job.latent, job[f"k_{field}"], job[f"v_{field}"]) for name, field in names.items()
         }
+        # K and V must agree on the rows of a line: weights come as rows were scored
+        same_pitch = stored["k"]["pitch"] == stored["v"]["pitch"]
+        abreast = Mux(same_pitch & ~job.bounds, stored["k"]["pitch"], 0)
         with m.FSM():
             with m.State("job"):
                 m.d.comb += self.jobs.ready.eq(~(opened & own).any())
@@ -237,6 +242,8 @@ class Loader(wiring.Component):
                                 self.shape, now[rows], dim=dim, row_dim=row_dim, **stored[rows]
                             )
                         ),
+                        now.k.abreast.eq(abreast),
+                        now.v.abreast.eq(abreast),
                         now.query_kind.eq(code_kind(job.query_format)),
                         now.query_lines_last.eq((job.head_dim - 1) >> line_shift),
                         query_count_last.eq((job.head_dim - 1)[:line_shift] + 1),

@@ -3,20 +3,22 @@
 from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
+from amaranth.utils import exact_log2
 
 from ..abi.descriptor import MAX_QUERY_ROWS
-from ..abi.numerics import WEIGHT_BITS
 from ..arithmetic.bias import DISTANCE_BITS, Bias
-from ..arithmetic.binned import OFFSET_BITS, BinnedAccumulator, TermAligner, lowered, raised
 from ..arithmetic.score import FLOAT_BITS, DotProduct, Factor, ScorePipe
 from ..arithmetic.softcap import Softcap
+from ..arithmetic.states import merge_states
 from ..arithmetic.weight import Weight, WeightPipe
-from ..common.pipeline import later
+from ..common.pipeline import later, stage
 from ..common.queue import Queue
 from ..interfaces import POSITION_BITS, ROW_BITS, Bound, State
+from .abreast import of_blocks
 from .array import row_dots
 from .bounds import Bounds
 from .shape import PASSES, RowBlock, chosen
+from .weight_sums import WeightSums
 
 WEIGHT_SLOTS = 64
 """Rows whose K may come ahead of their V: enough to hide the way from the last K line to the weight."""
@@ -100,11 +102,12 @@ class Scoring(wiring.Component):
     ----------
     queries : query heads kept.
     pipes : score and weight pipes; each serves queries / pipes query heads, one per cycle.
+    rows : rows that come abreast, at most, 1 or 4; each place among them has pipes of its own.
 
     Members
     -------
     row_valid, row : In : dot products and ends of passes; the owner sends no more than SCORE_QUEUE_ROWS
-        before `row_taken`.
+        before `row_taken`. Rows abreast come, go and are counted as one here.
     row_taken : Out : a row, or an end, has left the queue.
     row_ended : Out : what a read of the pass's denominators meets now is the whole sum.
     row_weighed : Out : a row's weights are in the store, in the order of rows.
@@ -117,25 +120,28 @@ class Scoring(wiring.Component):
     parameters, tree : In : parameters of a query, a word of a tree, kept from the next cycle on.
     blocks : In(stream) : rows that come, in their order; taken while the last of them is.
     counts : In : query heads of the passes.
-    slot : In : which row's weights to show; rows take slots in turn.
-    weights : Out : that row's weights, one cycle later.
+    slot, abreast : In : which row's weights to show, rows take slots in turn; log2 of the rows abreast there.
+    weights : Out : that row's weights, one cycle later; with `rows` of four those of every block's row.
     denominator_valid, denominator, query_nan : Out : a denominator, and whether the query's result is NaN;
         `read_cycles` after the read was taken.
     """
 
     biased_cycles = 1 + ScorePipe.latency_cycles + Softcap.latency_cycles + 1
     weigh_cycles = biased_cycles + WeightPipe.latency_cycles
-    read_cycles = weigh_cycles + 1 + TermAligner.latency_cycles + 1
+    limb_cycles = weigh_cycles + WeightSums.limb_cycles
 
-    def __init__(self, *, queries, pipes):
+    def __init__(self, *, queries, pipes, rows=1):
         if not isinstance(pipes, int) or pipes < 1 or queries % pipes:
             raise ValueError(f"pipes must divide queries={queries}, not {pipes!r}")
+        if rows not in (1, 4):
+            raise ValueError(f"rows must be 1 or 4, not {rows!r}")
         self.queries = queries
         self.pipes = pipes
+        self.rows = rows
         super().__init__(
             {
                 "row_valid": In(1),
-                "row": In(row_dots(queries)),
+                "row": In(row_dots(queries, rows)),
                 "row_taken": Out(1),
                 "row_ended": Out(PASSES),
                 "row_weighed": Out(1),
@@ -153,7 +159,8 @@ class Scoring(wiring.Component):
                 "blocks": In(stream.Signature(RowBlock)),
                 "counts": In(data.ArrayLayout(queries.bit_length(), PASSES)),
                 "slot": In(range(WEIGHT_SLOTS)),
-                "weights": Out(data.ArrayLayout(Weight, queries)),
+                "abreast": In(exact_log2(rows)),
+                "weights": Out(data.ArrayLayout(data.ArrayLayout(Weight, queries), rows)),
                 "denominator_valid": Out(1),
                 "denominator": Out(State),
                 "query_nan": Out(1),
@@ -165,10 +172,15 @@ class Scoring(wiring.Component):
         """Cycles that a row of all query heads takes."""
         return self.queries // self.pipes
 
+    @property
+    def read_cycles(self):
+        """Cycles from a read to its denominator."""
+        return self.limb_cycles + 1 + exact_log2(self.rows)
+
     def elaborate(self, platform):
         m = Module()
         per_pipe = self.queries_per_pipe
-        m.submodules.queue = queue = Queue(shape=row_dots(self.queries), depth=SCORE_QUEUE_ROWS)
+        m.submodules.queue = queue = Queue(shape=row_dots(self.queries, self.rows), depth=SCORE_QUEUE_ROWS)
         m.d.comb += [queue.i.valid.eq(self.row_valid), queue.i.payload.eq(self.row)]
         row = queue.o.payload
 
@@ -184,7 +196,8 @@ class Scoring(wiring.Component):
                 "number": range(PASSES),
                 "index": index_shape,
                 "pipe": range(self.pipes),
-                "position": ROW_BITS,
+                "positions": data.ArrayLayout(ROW_BITS, self.rows),
+                "counts": self.rows,  # which of the rows abreast there are
             }
         )
         operation = Signal(operation_layout)
@@ -235,14 +248,20 @@ class Scoring(wiring.Component):
         m.submodules.blocks = blocks = Queue(shape=RowBlock, depth=WEIGHT_SLOTS)
         wiring.connect(m, wiring.flipped(self.blocks), blocks.i)
         done = Signal(blocks.o.payload.rows.shape())
-        last_row = done + 1 == blocks.o.payload.rows
+        taken = Signal(done.shape())
+        last_row = taken == blocks.o.payload.rows
+        first = blocks.o.payload.index + done - row.place
         m.d.comb += [
-            operation.position.eq(blocks.o.payload.index + done),
+            taken.eq(done + row.rows + 1),
+            *(position.eq(first + n) for n, position in enumerate(operation.positions)),
+            operation.counts.eq(
+                Cat((n >= row.place) & (n <= row.place + row.rows) for n in range(self.rows))
+            ),
             blocks.o.ready.eq((operation.row | operation.bound) & operation.last & last_row),
             bounds.promised.eq(operation.bound & operation.last),
         ]
         with m.If((operation.row | operation.bound) & operation.last):
-            m.d.sync += done.eq(Mux(last_row, 0, done + 1))
+            m.d.sync += done.eq(Mux(last_row, 0, taken))
 
         at = [operation]
         for cycle in range(1, self.read_cycles + 1):
@@ -256,20 +275,20 @@ class Scoring(wiring.Component):
             bounds.valid.eq(at_biased.bound),
             bounds.begins.eq(at_biased.index == 0),
             bounds.ends.eq(at_biased.last),
-            bounds.bound.candidate.eq(at_biased.position),
+            bounds.bound.candidate.eq(at_biased.positions[0]),
             bounds.bound.first.eq(bounded_pass.first),
             bounds.bound.last.eq(bounded_pass.last),
         ]
-        at_limb, at_read = at[self.read_cycles - 1], at[self.read_cycles]
+        at_limb, at_read = at[self.limb_cycles], at[self.read_cycles]
 
         index_bits = len(operation.index)
+        weights = [[] for _ in range(self.queries)]
         parameter_shape = data.StructLayout(
             {"position": signed(POSITION_BITS), "slot": range(self.queries), "slope": Factor}
         )
         # a distance goes into the bias so early that the score meets it
         distance_cycles = self.biased_cycles - Bias.latency_cycles
         at_parameters, at_distance = at[distance_cycles - 1], at[distance_cycles]
-        is_own, own_index, held = self._own_row(m, at, distance_cycles)
         biased, sight = Signal(), Signal(Sight)
         m.d.comb += [
             biased.eq(self.biased.bit_select(at_distance.number, 1)),
@@ -291,149 +310,134 @@ class Scoring(wiring.Component):
             m.d.sync += write_slot.eq(write_slot + 1)
         m.d.comb += self.row_weighed.eq(at_weight.row & at_weight.last)
 
-        tops, highs, lows, nans = [], [], [], []
-        for pipe in range(self.pipes):
-            own = range(pipe * per_pipe, (pipe + 1) * per_pipe)
-            dot = Signal(DotProduct, reset_less=True, name=f"dot_{pipe}")
-            sink = Signal(FLOAT_BITS, reset_less=True, name=f"sink_{pipe}")
-            with m.Switch(operation.index):
-                for index, query in enumerate(own):
-                    with m.Case(index):
-                        m.d.sync += [
-                            dot.eq(row.dots[query]),
-                            sink.eq(self.openings.payload.values[query]),
-                        ]
-            no_sink = Signal(name=f"no_sink_{pipe}", reset_less=True)
-            m.d.sync += no_sink.eq(operation.open & ~self.openings.payload.sinks)
-            m.submodules[f"score_{pipe}"] = score = ScorePipe()
-            m.submodules[f"softcap_{pipe}"] = softcap = Softcap()
-            m.submodules[f"weight_{pipe}"] = pipeline = WeightPipe()
-            m.submodules[f"bias_{pipe}"] = bias = Bias()
-
-            # who sees the row, from where
-            m.submodules[f"parameters_{pipe}"] = stored = memory.Memory(
-                shape=parameter_shape, depth=PASSES * per_pipe, init=[]
-            )
-            read, write = stored.read_port(domain="comb"), stored.write_port()
-            own_query = self.parameters.query - pipe * per_pipe
-            parameters = Signal(parameter_shape, reset_less=True, name=f"parameters_{pipe}")
+        states, nans = [], []
+        for place in range(self.rows):  # of the row among those abreast
+            is_own, own_index, held = self._own_row(m, place, at, distance_cycles)
+            m.submodules[f"sums_{place}"] = sums = WeightSums(pipes=self.pipes, states=PASSES * per_pipe)
+            first_place = place == 0
             m.d.comb += [
-                write.addr.eq(Cat(self.parameters.number, own_query[:index_bits])),
-                write.data.position.eq(self.parameters.position),
-                write.data.slope.eq(self.parameters.slope),
-                write.data.slot.eq(self.parameters.slot),
-                write.en.eq(
-                    self.parameters.valid
-                    & (self.parameters.query >= own.start)
-                    & (self.parameters.query < own.stop)
-                ),
-                read.addr.eq(Cat(at_parameters.number, at_parameters.index)),
-            ]
-            m.d.sync += parameters.eq(read.data)
-            distance = Signal(signed(DISTANCE_BITS), name=f"distance_{pipe}")
-            m.d.comb += distance.eq(held - parameters.position)
-            unmasked = self._unmasked(m, pipe, at_distance.number, parameters.slot, own_index)
-            hidden = _hidden(m, distance, at_distance, sight, is_own & ~unmasked)
-            m.d.comb += [
-                score.dot.eq(dot),
-                score.factor.eq(factor),
-                score.is_sink.eq(at_score.open),
-                score.sink.eq(Mux(no_sink, _NO_SINK, sink)),
-                score.capped.eq(capped),
-                softcap.score.eq(score.score),
-                softcap.capped.eq(capped_at_cap),
-                softcap.cap.eq(cap),
-                bias.distance.eq(distance),
-                bias.slope.eq(Mux(at_distance.row & biased, parameters.slope, 0)),
-                bias.score.eq(softcap.capped_score),
-                pipeline.score.eq(bias.biased),
-                pipeline.dropped.eq(later(m, score.dropped, Softcap.latency_cycles + 1) | hidden),
-            ]
-            weight = pipeline.weight
-            nan_score = later(m, score.nan, Softcap.latency_cycles + 1) & ~hidden
-            nan = later(m, nan_score, WeightPipe.latency_cycles)
-            m.d.comb += [
-                bounds.scores[pipe].eq(bias.biased),
-                bounds.dropped[pipe].eq(pipeline.dropped),
-                bounds.nan[pipe].eq(nan_score),
-                bounds.absent[pipe].eq(at_biased.index + own.start >= chosen(self.counts, at_biased.number)),
-            ]
-
-            for index, query in enumerate(own):
-                m.submodules[f"weights_{query}"] = store = memory.Memory(
-                    shape=Weight, depth=WEIGHT_SLOTS, init=[]
-                )
-                read, write = store.read_port(domain="comb"), store.write_port()
-                shown = Signal(Weight, reset_less=True, name=f"weight_{query}")
-                m.d.sync += shown.eq(read.data)
-                m.d.comb += [
-                    read.addr.eq(self.slot),
-                    self.weights[query].eq(shown),
-                    write.addr.eq(write_slot),
-                    write.data.eq(weight),
-                    write.en.eq(at_weight.row & (at_weight.index == index)),
-                ]
-
-            m.submodules[f"denominators_{pipe}"] = sums = BinnedAccumulator(
-                states=PASSES * per_pipe, limb_delay_cycles=1 + TermAligner.latency_cycles
-            )
-            m.submodules[f"aligner_{pipe}"] = aligner = TermAligner(significand_bits=WEIGHT_BITS)
-            significand = Signal(WEIGHT_BITS, reset_less=True, name=f"significand_{pipe}")
-            offset = Signal(OFFSET_BITS, reset_less=True, name=f"offset_{pipe}")
-            m.d.sync += [significand.eq(weight.significand), offset.eq(weight.exponent[:OFFSET_BITS])]
-            m.d.comb += [
-                sums.add.eq(at_weight.row | at_weight.open),
+                sums.add.eq((at_weight.row & at_weight.counts[place]) | at_weight.open),
                 sums.first.eq(at_weight.open),
                 sums.address.eq(Cat(at_weight.number, at_weight.index)),
-                sums.top.eq(Mux(weight.significand[-1], raised(weight.exponent >> OFFSET_BITS), 0)),
-                aligner.significand.eq(significand),
-                aligner.offset.eq(offset),
-                aligner.select.eq(sums.select),
-                sums.limb_add.eq(at_limb.row | at_limb.open),
+                sums.pipe.eq(at_weight.pipe),
+                sums.limb_add.eq((at_limb.row & at_limb.counts[place]) | at_limb.open),
                 sums.limb_address.eq(Cat(at_limb.number, at_limb.index)),
-                sums.high.eq(aligner.high),
-                sums.low.eq(aligner.low),
+                sums.limb_pipe.eq(at_limb.pipe),
             ]
-            m.submodules[f"nans_{pipe}"] = kept = memory.Memory(shape=1, depth=PASSES * per_pipe, init=[])
-            read, write = kept.read_port(domain="comb"), kept.write_port()
-            m.d.comb += [
-                read.addr.eq(sums.address),
-                write.addr.eq(sums.address),
-                write.en.eq(sums.add),
-                write.data.eq((read.data & ~sums.first) | nan),
+            states.append(sums.state)
+            nans.append(sums.query_nan)
+            for pipe in range(self.pipes):
+                name = f"{place}_{pipe}"
+                own = range(pipe * per_pipe, (pipe + 1) * per_pipe)
+                dot = Signal(DotProduct, reset_less=True, name=f"dot_{name}")
+                sink = Signal(FLOAT_BITS, reset_less=True, name=f"sink_{name}")
+                with m.Switch(operation.index):
+                    for index, query in enumerate(own):
+                        with m.Case(index):
+                            m.d.sync += [
+                                dot.eq(row.dots[place][query]),
+                                sink.eq(self.openings.payload.values[query]),
+                            ]
+                # a sink counts once
+                no_sink = Signal(name=f"no_sink_{name}", reset_less=True)
+                m.d.sync += no_sink.eq(operation.open & ~(self.openings.payload.sinks & first_place))
+                m.submodules[f"score_{name}"] = score = ScorePipe()
+                m.submodules[f"softcap_{name}"] = softcap = Softcap()
+                m.submodules[f"weight_{name}"] = pipeline = WeightPipe()
+                m.submodules[f"bias_{name}"] = bias = Bias()
+
+                # who sees the row, from where
+                m.submodules[f"parameters_{name}"] = stored = memory.Memory(
+                    shape=parameter_shape, depth=PASSES * per_pipe, init=[]
+                )
+                read, write = stored.read_port(domain="comb"), stored.write_port()
+                own_query = self.parameters.query - pipe * per_pipe
+                parameters = Signal(parameter_shape, reset_less=True, name=f"parameters_{name}")
+                m.d.comb += [
+                    write.addr.eq(Cat(self.parameters.number, own_query[:index_bits])),
+                    write.data.position.eq(self.parameters.position),
+                    write.data.slope.eq(self.parameters.slope),
+                    write.data.slot.eq(self.parameters.slot),
+                    write.en.eq(
+                        self.parameters.valid
+                        & (self.parameters.query >= own.start)
+                        & (self.parameters.query < own.stop)
+                    ),
+                    read.addr.eq(Cat(at_parameters.number, at_parameters.index)),
+                ]
+                m.d.sync += parameters.eq(read.data)
+                distance = Signal(signed(DISTANCE_BITS), name=f"distance_{name}")
+                m.d.comb += distance.eq(held - parameters.position)
+                unmasked = self._unmasked(m, name, at_distance.number, parameters.slot, own_index)
+                kept = at_distance.positions[place] < sight.kept
+                hidden = _hidden(m, distance, at_distance, kept, sight, is_own & ~unmasked)
+                m.d.comb += [
+                    score.dot.eq(dot),
+                    score.factor.eq(factor),
+                    score.is_sink.eq(at_score.open),
+                    score.sink.eq(Mux(no_sink, _NO_SINK, sink)),
+                    score.capped.eq(capped),
+                    softcap.score.eq(score.score),
+                    softcap.capped.eq(capped_at_cap),
+                    softcap.cap.eq(cap),
+                    bias.distance.eq(distance),
+                    bias.slope.eq(Mux(at_distance.row & biased, parameters.slope, 0)),
+                    bias.score.eq(softcap.capped_score),
+                    pipeline.score.eq(bias.biased),
+                    pipeline.dropped.eq(later(m, score.dropped, Softcap.latency_cycles + 1) | hidden),
+                    sums.weights[pipe].eq(pipeline.weight),
+                ]
+                nan_score = later(m, score.nan, Softcap.latency_cycles + 1) & ~hidden
+                m.d.comb += sums.nan[pipe].eq(later(m, nan_score, WeightPipe.latency_cycles))
+                if first_place:  # rows of passes of bounds never come abreast
+                    m.d.comb += [
+                        bounds.scores[pipe].eq(bias.biased),
+                        bounds.dropped[pipe].eq(pipeline.dropped),
+                        bounds.nan[pipe].eq(nan_score),
+                        bounds.absent[pipe].eq(
+                            at_biased.index + own.start >= chosen(self.counts, at_biased.number)
+                        ),
+                    ]
+
+                for index, query in enumerate(own):
+                    m.submodules[f"weights_{place}_{query}"] = store = memory.Memory(
+                        shape=Weight, depth=WEIGHT_SLOTS, init=[]
+                    )
+                    read, write = store.read_port(domain="comb"), store.write_port()
+                    m.d.comb += [
+                        read.addr.eq(self.slot),
+                        write.addr.eq(write_slot),
+                        write.data.eq(pipeline.weight),
+                        write.en.eq(at_weight.row & (at_weight.index == index)),
+                    ]
+                    weights[query].append(read.data)
+
+        for query, of_query in enumerate(weights):
+            for block, weight in enumerate(of_blocks(self.abreast, of_query)):
+                shown = Signal(Weight, reset_less=True, name=f"weight_{block}_{query}")
+                m.d.sync += shown.eq(weight)
+                m.d.comb += self.weights[block][query].eq(shown)
+        while len(states) > 1:
+            merged = [
+                Signal(State, reset_less=True, name=f"merged_{len(states)}_{n}")
+                for n in range(len(states) // 2)
             ]
-            tops.append(sums.held_top)
-            nans.append(read.data)
-            highs.append(sums.held_high)
-            lows.append(sums.held_low)
-
-        def selected(at_stage, values, cycles):
-            register = Signal(values[0].shape(), reset_less=True)
-            with m.Switch(at_stage.pipe):
-                for pipe, value in enumerate(values):
-                    with m.Case(pipe):
-                        m.d.sync += register.eq(value)
-            for _ in range(cycles - 1):
-                delayed = Signal(values[0].shape(), reset_less=True)
-                m.d.sync += delayed.eq(register)
-                register = delayed
-            return register
-
-        limb_cycles = 1 + TermAligner.latency_cycles
-        top = selected(at_weight, tops, limb_cycles + 1)
+            for into, a, b in zip(merged, states[::2], states[1::2], strict=True):
+                merge_states(m, into, a, b)
+            nans = [stage(m, a | b) for a, b in zip(nans[::2], nans[1::2], strict=True)]
+            states = merged
         m.d.comb += [
             self.denominator_valid.eq(at_read.read),
-            self.denominator.some.eq(top.any()),
-            self.denominator.top.eq(lowered(top)),
-            self.denominator.high.eq(selected(at_limb, highs, 1)),
-            self.denominator.low.eq(selected(at_limb, lows, 1)),
-            self.query_nan.eq(selected(at_weight, nans, limb_cycles + 1)),
+            self.denominator.eq(states[0]),
+            self.query_nan.eq(nans[0]),
         ]
         return m
 
-    def _own_row(self, m, at, cycles):
-        """Of the row of `cycles` ago: whether it is a query row's own in a tree, whose, and its position."""
-        m.submodules.positions = stored = memory.Memory(shape=ROW_BITS, depth=PASSES << OWN_BITS, init=[])
+    def _own_row(self, m, place, at, cycles):
+        """Of a row of `cycles` ago: whether it is a query row's own in a tree, whose, and its position."""
+        m.submodules[f"positions_{place}"] = stored = memory.Memory(
+            shape=ROW_BITS, depth=PASSES << OWN_BITS, init=[]
+        )
         read, write = stored.read_port(domain="comb"), stored.write_port()
         at_first, at_second = at[cycles - 2], at[cycles - 1]
         sight, index = Signal(Sight), Signal(signed(ROW_BITS + 1))
@@ -441,7 +445,7 @@ class Scoring(wiring.Component):
         is_own, number, held = Signal(), Signal(OWN_BITS), Signal(ROW_BITS)
         m.d.comb += [
             sight.eq(chosen(self.sights, at_first.number)),
-            index.eq(at_first.position - sight.own_row),
+            index.eq(at_first.positions[place] - sight.own_row),
             write.addr.eq(Cat(self.tree.index, self.tree.number)),
             write.data.eq(self.tree.data),
             write.en.eq(self.tree.is_position),
@@ -452,7 +456,7 @@ class Scoring(wiring.Component):
             own_index.eq(index),
             is_own.eq(own),
             number.eq(own_index),
-            held.eq(Mux(own, read.data, at_second.position)),
+            held.eq(Mux(own, read.data, at_second.positions[place])),
         ]
         return is_own, number, held
 
@@ -471,7 +475,7 @@ class Scoring(wiring.Component):
         return read.data.bit_select(own_index[:MASK_SHIFT], 1)
 
 
-def _hidden(m, distance, operation, sight, masked):
+def _hidden(m, distance, operation, kept_row, sight, masked):
     """Whether a row is not seen, `Bias.latency_cycles` after its distance."""
     after = Signal(reset_less=True)
     before = Signal(signed(DISTANCE_BITS), reset_less=True)
@@ -479,7 +483,7 @@ def _hidden(m, distance, operation, sight, masked):
     m.d.sync += [
         after.eq(distance > 0),
         before.eq(distance + sight.window),
-        kept.eq(operation.position < sight.kept),
+        kept.eq(kept_row),
         causal.eq(operation.row & sight.causal),
         windowed.eq(operation.row & sight.window.any()),
         apart.eq(operation.row & masked),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from amaranth.hdl import Mux
 from amaranth.lib import data, enum
+from amaranth.utils import exact_log2
 
 from ..abi.descriptor import MAX_LARGE_DIM
 from ..abi.formats import SCALE_BLOCKS
@@ -15,6 +16,11 @@ PASSES = 4
 """Passes under way: one is loaded, the next streams K, the next V, the last one is drained."""
 
 
+def abreast_bits(shape):
+    """Bits of the log2 of the rows that a step takes."""
+    return exact_log2(shape.rows_abreast)
+
+
 class LineParts(enum.Enum, shape=2):
     """Steps that a line is taken in: as many as keep the lanes busy, or rows that share it."""
 
@@ -22,9 +28,6 @@ class LineParts(enum.Enum, shape=2):
     TWO = 1
     FOUR = 2
 
-
-SCALE_LANES = SCALE_BLOCKS[0]
-"""Lanes that have the same scale, whatever the block."""
 
 MAX_DIM = 1 << MAX_LARGE_DIM.bit_length()
 """What is beyond the largest head_dim and value_dim of a job."""
@@ -96,14 +99,25 @@ class UnitShape:
         """Blocks of `line_lanes` lanes: 1, 2 or 4."""
         return self.lanes // self.line_lanes
 
+    @property
+    def rows_abreast(self):
+        """Rows of a line that are taken in one step, at most: four where each can have a block of lanes of
+        its own, else one."""
+        return 4 if self.wide == 4 else 1
+
     def block_steps(self, block):
         """Steps of the longest row in which a block of lanes has a part: later ones need narrower codes."""
         return max(self.row_lines >> block.bit_length(), 1)
 
     @property
+    def scale_lanes(self):
+        """Lanes that have the same scale, whatever the block of scales and the rows abreast."""
+        return min(SCALE_BLOCKS[0], self.lanes // self.rows_abreast)
+
+    @property
     def scale_groups(self):
         """Scales that the lanes have at once."""
-        return -(-self.lanes // SCALE_LANES)
+        return self.lanes // self.scale_lanes
 
     def states(self, block):
         """Steps of sums, and of each query, that a lane of a block keeps."""

@@ -63,6 +63,7 @@ def geometry(shape):
             "tenant": TENANT_BITS,
             "latent": 1,  # V lies in the K rows: its lines are not asked for
             "bounds": 1,  # there is no V, and every page is one pair of rows
+            "abreast": min(shape.rows_abreast - 1, 1),  # rows of a line are taken at once and share a slot
             "k": row_lines(shape),
             "v": row_lines(shape),
         }
@@ -87,6 +88,7 @@ class _Block(data.Struct):
     end: 1
     line: LINE_ADDRESS_BITS
     rows: range(BLOCK_ROWS + 1)
+    slots: range(BLOCK_ROWS + 1)  # of the weight store
     page: PAGE_BITS
     scales: LINE_ADDRESS_BITS  # the line of scales that is asked for next
     row: SCALE_ROW_BITS  # of the next row, among those whose scales share a line
@@ -106,9 +108,9 @@ class Streamer(wiring.Component):
     Members
     -------
     pages : In(stream) : pages to stream, and ends of passes.
-    start : In : there is a pass of that number, whose pages may be streamed.
+    start : In : there is a pass of that number, whose pages may be streamed two cycles later.
     loaded : In : the pass's K will be taken; until then V goes first.
-    geometry : In : of the passes, from the cycle of `start` until its last line was taken.
+    geometry : In : of the passes, from the cycle after `start` until its last line was taken.
     rows : Out(stream) : blocks of K rows (`RowBlock`), in their order; a pair for a bound is one.
     requests : Out(stream) : reads of lines.
     tags : Out(stream) : what the lines are, in the order of the requests; ends of passes stand between.
@@ -147,14 +149,14 @@ class Streamer(wiring.Component):
 
         # the page whose blocks come next
         item, item_valid, fresh = Signal(PageItem), Signal(), Signal()
-        startable = Signal(PASSES)
-        m.d.sync += startable.eq(startable | self.start)
+        # what depends on the geometry is worked out between the two
+        started, startable = Signal(PASSES), Signal(PASSES)
+        m.d.sync += [started.eq(self.start), startable.eq(startable | started)]
         m.d.comb += self.pages.ready.eq(~item_valid)
         with m.If(self.pages.valid & self.pages.ready):
             m.d.sync += [item.eq(self.pages.payload), item_valid.eq(1), fresh.eq(1)]
 
         # one block of each kind under way, one of them at a time
-        numbers = {kind: Signal(range(PASSES), name=f"{kind}_number") for kind in ("k", "v")}
         blocks = {kind: Signal(_Block, name=f"{kind}_block") for kind in ("k", "v")}
         line = Signal(range(self.shape.row_lines))
         second, again = Signal(), Signal()  # a row's scales may take two lines
@@ -216,30 +218,32 @@ class Streamer(wiring.Component):
                         blocks[kind].rows.eq(block.rows - Mux(row_end, rows, 0)),
                         blocks[kind].row.eq(next_row),
                         blocks[kind].due.eq(again | (row_end & now.scaled & _starts_line(next_row, now))),
-                        numbers[kind].eq(numbers[kind] + block.end),
                     ]
 
         # what comes next
         slots = Signal(range(WEIGHT_SLOTS + 1), init=WEIGHT_SLOTS)
         next_rows, most = Signal(range(BLOCK_ROWS + 1)), Signal(range(BLOCK_ROWS + 1))
-        k_number, v_number = Signal(range(PASSES)), Signal(range(PASSES))
+        next_slots, slots_left = Signal(range(BLOCK_ROWS + 1)), Signal()
+        k_number, v_number = Signal(range(PASSES)), Signal(range(PASSES))  # of the blocks that come next
         k_ready, v_ready, choose = Signal(), Signal(), Signal()
         k_first, k_chosen, v_turn = Signal(), Signal(), Signal()
         k_geometry, v_geometry = Signal(geometry(self.shape)), Signal(geometry(self.shape))
-        m.d.comb += [
+        row = Mux(item_valid, item.row, self.pages.payload.row)  # a cycle before `most` counts
+        m.d.sync += [
             # a block ends with a line, so that the next one begins with one
             most.eq(
                 BLOCK_ROWS
                 - Mux(
                     k_geometry.k.pitch > k_geometry.v.pitch,
-                    _place_in_line(item.row, k_geometry.k),
-                    _place_in_line(item.row, k_geometry.v),
+                    _place_in_line(row, k_geometry.k),
+                    _place_in_line(row, k_geometry.v),
                 )
             ),
+        ]
+        m.d.comb += [
             next_rows.eq(Mux(item.last, 0, Mux(item.rows < most, item.rows, most))),
-            # the end of a pass may be under way
-            k_number.eq(numbers["k"] + (active & ~is_v & block.end)),
-            v_number.eq(numbers["v"] + (active & is_v & block.end)),
+            next_slots.eq(next_rows),
+            slots_left.eq(item.last | (item.rows <= slots) | (most <= slots)),
             k_geometry.eq(chosen(self.geometry, k_number)),
             v_geometry.eq(chosen(self.geometry, v_number)),
             k_ready.eq(
@@ -247,7 +251,7 @@ class Streamer(wiring.Component):
                 & startable.bit_select(k_number, 1)
                 & values.i.ready
                 & self.rows.ready
-                & (k_geometry.bounds | (next_rows <= slots))
+                & (k_geometry.bounds | slots_left)
             ),
             self.rows.payload.index.eq(item.index),
             self.rows.payload.rows.eq(Mux(k_geometry.bounds, 1, next_rows)),
@@ -256,8 +260,25 @@ class Streamer(wiring.Component):
             k_chosen.eq(k_ready & ((k_first & ~(v_turn & (slots < V_TURN_ROWS))) | ~v_ready)),
             choose.eq(~active | (step & block_end)),
         ]
+        if self.shape.rows_abreast > 1:
+            with m.If(k_geometry.abreast):
+                place = _place_in_line(item.row, k_geometry.k)
+                m.d.comb += [
+                    next_slots.eq(_lines_of(place + next_rows, k_geometry.k)),
+                    slots_left.eq(next_slots <= slots),
+                ]
         # the block that comes next, of both kinds
         most_lines = {kind: Signal(range(BLOCK_ROWS + 1), name=f"{kind}_most_lines") for kind in ("k", "v")}
+        # A block of an item that goes on takes four cycles or more: meanwhile the item moves by it. The lines
+        # that it moves by are worked out in the cycle after the choice and added in the one after that.
+        moves, moved = Signal(), Signal()
+        m.d.sync += [moves.eq(choose & k_chosen), moved.eq(moves & item_valid)]
+        with m.If(moved):
+            m.d.sync += [
+                item.rows.eq(item.rows - most),
+                item.row.eq(item.row + most),
+                item.index.eq(item.index + most),
+            ]
         coming = {kind: Signal(_Block, name=f"{kind}_coming") for kind in ("k", "v")}
         for kind, following in coming.items():
             own = k_geometry[kind]
@@ -266,12 +287,24 @@ class Streamer(wiring.Component):
                 following.end.eq(item.last),
                 following.line.eq(item[f"{kind}_line"]),
                 following.rows.eq(next_rows),
+                following.slots.eq(next_slots),
                 following.page.eq(item.page),
                 following.scales.eq(item[f"{kind}_scales"] + goes_on),
                 following.row.eq(item.row),
                 following.due.eq(own.scaled & ~item.last & ~goes_on),
                 most_lines[kind].eq((_place_in_line(item.row, own) + most) >> own.pitch),
             ]
+            lines_moved = Signal(range(self.shape.row_lines * BLOCK_ROWS + 1), name=f"{kind}_lines_moved")
+            scales_moved = Signal(range(2 * BLOCK_ROWS + 1), name=f"{kind}_scales_moved")
+            m.d.sync += [
+                lines_moved.eq(Mux(own.pitch.any(), most_lines[kind], (own.last + 1) * most)),
+                scales_moved.eq(_lines_passed(item.row, most, own)),
+            ]
+            with m.If(moved):
+                m.d.sync += [
+                    item[f"{kind}_line"].eq(item[f"{kind}_line"] + lines_moved),
+                    item[f"{kind}_scales"].eq(item[f"{kind}_scales"] + scales_moved),
+                ]
         m.d.comb += values.i.payload.eq(coming["v"])
         with m.If(choose):
             m.d.sync += [active.eq(k_ready | v_ready), v_turn.eq(~k_chosen)]
@@ -289,22 +322,11 @@ class Streamer(wiring.Component):
                     now.eq(k_geometry.k),
                     tenant.eq(k_geometry.tenant),
                     blocks["k"].eq(coming["k"]),
-                    slots.eq(slots - Mux(k_geometry.bounds, 0, next_rows)),
+                    slots.eq(slots - Mux(k_geometry.bounds, 0, next_slots)),
                     fresh.eq(0),
-                    item.rows.eq(item.rows - most),
-                    item.row.eq(item.row + most),
-                    item.index.eq(item.index + most),
                     item_valid.eq(~item.last & (item.rows > most)),
+                    k_number.eq(k_number + item.last),
                 ]
-                for kind in ("k", "v"):
-                    own = k_geometry[kind]
-                    passed = Mux(own.pitch.any(), most_lines[kind], (own.last + 1) * most)
-                    m.d.sync += [
-                        item[f"{kind}_line"].eq(item[f"{kind}_line"] + passed),
-                        item[f"{kind}_scales"].eq(
-                            item[f"{kind}_scales"] + _lines_passed(item.row, most, own)
-                        ),
-                    ]
             with m.Elif(v_ready):
                 m.d.comb += values.o.ready.eq(1)
                 m.d.sync += [
@@ -313,7 +335,8 @@ class Streamer(wiring.Component):
                     tenant.eq(v_geometry.tenant),
                     latent.eq(v_geometry.latent),
                     blocks["v"].eq(values.o.payload),
-                    slots.eq(slots + values.o.payload.rows),
+                    slots.eq(slots + values.o.payload.slots),
+                    v_number.eq(v_number + values.o.payload.end),
                 ]
         m.d.comb += self.busy.eq(item_valid | active | values.o.valid | self.requests.valid)
         return m
@@ -322,6 +345,11 @@ class Streamer(wiring.Component):
 def _place_in_line(row, rows):
     """A row's place among those whose codes share a line."""
     return row & ((1 << rows.pitch) - 1)[:2]
+
+
+def _lines_of(count, rows):
+    """Lines that so many rows take of those that share lines."""
+    return (count + ((1 << rows.pitch) - 1)[:2]) >> rows.pitch
 
 
 def _place_of_scales(row, rows):

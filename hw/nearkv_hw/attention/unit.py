@@ -98,7 +98,9 @@ class AttentionUnit(wiring.Component):
         m = Module()
         shape = self.shape
         m.submodules.array = array = Array(shape=shape)
-        m.submodules.scoring = scoring = Scoring(queries=self.shape.queries, pipes=self.weight_pipes)
+        m.submodules.scoring = scoring = Scoring(
+            queries=shape.queries, pipes=self.weight_pipes, rows=shape.rows_abreast
+        )
         m.submodules.loader = loader = Loader(shape=shape)
         m.submodules.streamer = streamer = Streamer(shape=shape, outstanding=self.outstanding)
         m.submodules.issue = issue = Issue(shape=shape, outstanding=self.outstanding)
@@ -145,6 +147,7 @@ class AttentionUnit(wiring.Component):
             scoring.parameters.eq(loader.parameters),
             scoring.tree.eq(loader.tree),
             scoring.slot.eq(issue.slot),
+            scoring.abreast.eq(issue.abreast),
             scoring.row_valid.eq(array.row_valid),
             scoring.row.eq(array.row),
             drain.row_ended.eq(scoring.row_ended),
@@ -215,6 +218,7 @@ def _row_lines(geometry, parameters):
     yield geometry.tenant.eq(parameters.tenant)
     yield geometry.latent.eq(parameters.latent)
     yield geometry.bounds.eq(parameters.bounds.some)
+    yield geometry.abreast.eq(parameters.k.abreast.any())
     for kind in ("k", "v"):
         codes = parameters[kind]
         yield geometry[kind].last.eq(codes.lines_last)

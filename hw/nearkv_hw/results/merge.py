@@ -1,11 +1,11 @@
 """Merge of the units' partial streams: exact, lane by lane (docs/numerics.md section 2)."""
 
-from amaranth.hdl import Cat, Module, Mux, Signal, signed
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi.descriptor import Status
-from ..abi.numerics import TOP_BITS
+from ..arithmetic.states import merge_states
 from ..interfaces import partial_beat
 from .shapes import check_finish_lanes, check_units
 
@@ -93,33 +93,4 @@ def _merge_beats(m, merged, a, b):
     ]
     for lane, lane_a, lane_b in zip(merged.lanes, a.lanes, b.lanes, strict=True):
         m.d.sync += lane.flags.eq(lane_a.flags | lane_b.flags)
-        _merge_states(m, lane.state, lane_a.state, lane_b.state)
-
-
-def _merge_states(m, merged, a, b):
-    distance = Signal(signed(TOP_BITS + 1))
-    a_higher, a_one_up, b_one_up, level = Signal(), Signal(), Signal(), Signal()
-    m.d.comb += [
-        distance.eq(a.top - b.top),
-        a_higher.eq(~distance[-1]),
-        a_one_up.eq(distance == 1),
-        b_one_up.eq(distance == -1),
-        level.eq(distance == 0),
-    ]
-    # keep: the state's top is the merged one. down: it lies one bin below, so its high limb becomes the low
-    # one.
-    keep_a, down_a, keep_b, down_b = Signal(), Signal(), Signal(), Signal()
-    m.d.comb += [
-        keep_a.eq(a.some & (~b.some | a_higher)),
-        keep_b.eq(b.some & (~a.some | distance[-1] | level)),
-        down_a.eq(a.some & b.some & b_one_up),
-        down_b.eq(a.some & b.some & a_one_up),
-    ]
-    m.d.sync += [
-        merged.some.eq(a.some | b.some),
-        merged.top.eq(Mux(keep_a, a.top, b.top)),
-        merged.high.eq(Mux(keep_a, a.high, 0) + Mux(keep_b, b.high, 0)),
-        merged.low.eq(
-            Mux(keep_a, a.low, Mux(down_a, a.high, 0)) + Mux(keep_b, b.low, Mux(down_b, b.high, 0))
-        ),
-    ]
+        merge_states(m, lane.state, lane_a.state, lane_b.state)

@@ -339,14 +339,16 @@ def uniform(
 def unit_cycles(config: DeviceConfig, layout: RowLayout, queries: int) -> float:
     """Cycles of a unit per line of rows.
 
-    More than one where a line has codes for more elements than there are lanes, or several rows, where V lies
-    in the K row, or where the weights of a row take longer.
+    More than one where a line has codes for more elements than there are lanes, or several rows that are not
+    taken at once, where V lies in the K row, or where the weights of a row take longer.
     """
     steps = layout.k.steps(layout.head_dim, config.lanes)
     steps += layout.value.steps(layout.value_dim, config.lanes)
     weights = min(queries, config.queries // config.weight_pipes)
+    pitches = layout.k.pitch_code(layout.head_dim), layout.value.pitch_code(layout.value_dim)
+    together = 1 << pitches[0] if config.rows_abreast > 1 and len({*pitches}) == 1 else 1
     scales = (layout.k_scale_pitch_bytes + layout.v_scale_pitch_bytes) / LINE_BYTES
-    return (max(steps, weights) + scales) * LINE_BYTES / layout.row_bytes
+    return (max(steps, weights) / together + scales) * LINE_BYTES / layout.row_bytes
 
 
 def _lines_of_sums(work: Work) -> int:

@@ -55,51 +55,63 @@ class Model:
 
     def load(self, operation, elements):
         place = operation["query"], operation["number"] % BANKS, operation["line"]
-        for lane, element in enumerate(elements, start=operation["block"] * self.shape.line_lanes):
-            self.kept[*place, lane] = element
+        row_lanes = self.shape.lanes >> operation["abreast"]
+        for first in range(operation["block"] * self.shape.line_lanes, self.shape.lanes, row_lanes):
+            for lane, element in enumerate(elements[: self.shape.line_lanes], start=first):
+                self.kept[*place, lane] = element
 
     def score(self, operation, elements):
-        """The dot products of a row, or of a pair of rows, after its last line, else None."""
+        """Dot products of each row abreast, or of a row or a pair of rows after its last line, else None."""
         if operation["line"] == 0 and not operation["goes_on"]:
-            self.dots = [dot_product([], []) for _ in self.queries]
-        for query, dot in enumerate(self.dots):
-            place = query, operation["number"] % BANKS, operation["line"]
-            for lane, element in enumerate(elements):
-                of_query = self.kept[*place, lane]
+            rows = range(1 << operation["abreast"])
+            self.dots = [[dot_product([], []) for _ in self.queries] for _ in rows]
+        row_lanes = self.shape.lanes >> operation["abreast"]
+        for lane, element in enumerate(elements):
+            for query, dot in enumerate(self.dots[lane // row_lanes] if element else ()):
+                of_query = self.kept[query, operation["number"] % BANKS, operation["line"], lane]
                 if not operation["drop"] >> of_query.sign & 1:
                     dot.add(of_query, element)
         return self.dots if operation["last"] else None
 
     def value(self, operation, elements, weights):
-        for query, weight in enumerate(weights):
-            for lane in range(self.shape.lanes):
-                place = query, operation["number"] % BANKS, operation["line"], lane
-                if operation["first"]:
-                    self.sums[place], self.flags[place] = None, 0
-                if weight["significand"] == 0 or lane >= len(elements):
-                    continue
-                element = elements[lane]
-                if element.special is Special.NAN:
-                    self.flags[place] |= LANE_NAN
-                elif element.special:
-                    self.flags[place] |= LANE_NEGATIVE_INFINITY if element.sign else LANE_POSITIVE_INFINITY
-                else:
-                    self.sums[place] = merge(
-                        self.sums[place],
-                        term(
-                            element.sign,
-                            weight["significand"] * element.significand,
-                            weight["exponent"] - 17 + element.exponent,
-                        ),
-                    )
+        row_lanes = self.shape.lanes >> operation["abreast"]
+        for query, lane in product(self.queries, range(self.shape.lanes)):
+            weight = weights[lane // row_lanes][query]
+            place = query, operation["number"] % BANKS, operation["line"], lane
+            if operation["first"]:
+                self.sums[place], self.flags[place] = None, 0
+            if weight["significand"] == 0 or elements[lane] is None:
+                continue
+            element = elements[lane]
+            if element.special is Special.NAN:
+                self.flags[place] |= LANE_NAN
+            elif element.special:
+                self.flags[place] |= LANE_NEGATIVE_INFINITY if element.sign else LANE_POSITIVE_INFINITY
+            else:
+                self.sums[place] = merge(
+                    self.sums[place],
+                    term(
+                        element.sign,
+                        weight["significand"] * element.significand,
+                        weight["exponent"] - 17 + element.exponent,
+                    ),
+                )
 
     def read(self, operation):
         """State and flags of the line that is read, None where nothing was ever added; in groups of lanes."""
-        places = [
-            (operation["read_query"], operation["read_bank"], operation["read_line"], lane)
-            for lane in range((operation["read_groups"] + 1) * self.shape.finish_lanes)
-        ]
-        line = [(self.sums[p], self.flags[p]) if p in self.sums else None for p in places]
+        place = operation["read_query"], operation["read_bank"], operation["read_line"]
+        line = []
+        for lane in range((operation["read_groups"] + 1) * self.shape.finish_lanes):
+            state, flags = None, 0
+            for own in range(lane, self.shape.lanes, self.shape.lanes >> operation["read_abreast"]):
+                if (*place, own) not in self.sums:
+                    break
+                state = merge(state, self.sums[*place, own])
+                flags |= self.flags[*place, own]
+            else:
+                line.append((state, flags))
+                continue
+            line.append(None)
         return [line[n:][: self.shape.finish_lanes] for n in range(0, len(line), self.shape.finish_lanes)]
 
 
@@ -110,6 +122,7 @@ async def equals_the_contract(dut, kind):
     rng = random("operations", kind)
     shape = UnitShape(**{name: value for name, value in parameters().items() if name != "row_cycles"})
     lanes, queries, finish_lanes = shape.lanes, shape.queries, shape.finish_lanes
+    most, read_cycles = shape.rows_abreast, Array(shape=shape).read_cycles
     model = Model(shape)
     layout = array_operation(shape)
 
@@ -117,17 +130,24 @@ async def equals_the_contract(dut, kind):
         """A line's word, scales, and the elements of the operation's part, as many as count."""
         word = codes(rng, form, 16 // form.bits * shape.line_lanes, kind)
         count = len(word) >> operation["parts"].value
-        own = word[operation["part"] * count :][:count][:lanes]
-        operation["count"] = rng.choice([len(own), rng.randint(0, len(own))])
-        if operation.get("load"):
-            operation["count"] = len(own)
-        elements = decode_all(own[: operation["count"]], form)
+        part = word[operation["part"] * count :][:count]
+        abreast = 0 if operation.get("load") else operation["abreast"]
+        count, row_lanes = min(len(part), lanes) >> abreast, lanes >> abreast
+        operation["count"] = count if operation.get("load") else rng.choice([count, rng.randint(0, count)])
+        own = [None] * lanes
+        last = operation["place"] + operation["rows"]
+        for row in range(operation["place"], last + 1):
+            stored = part[row * len(part) >> abreast :][: operation["count"]]
+            own[row * row_lanes : row * row_lanes + len(stored)] = stored
+        elements = [None if code is None else form.decode(code) for code in own]
         of = BF16 if form.bits == 16 else rng.choice([SCALE_FORMATS[n] for n in ("bf16", "fp16", "e4m3")])
-        scales = [0x3F80 if form.bits == 16 else codes(rng, of, 1, kind)[0] for _ in range(-(-lanes // 16))]
+        scales = [
+            0x3F80 if form.bits == 16 else codes(rng, of, 1, kind)[0] for _ in range(shape.scale_groups)
+        ]
         decoded = decode_all(scales, of)
-        elements = [scaled(element, decoded[n // 16]) for n, element in enumerate(elements)]
+        elements = [x and scaled(x, decoded[n // shape.scale_lanes]) for n, x in enumerate(elements)]
         if operation.get("load"):  # a NaN has a sign bit, too
-            elements = [replace(x, sign=code >> 15) for x, code in zip(elements, own, strict=True)]
+            elements = [x and replace(x, sign=code >> 15) for x, code in zip(elements, own, strict=True)]
         return pack_codes(word, form), (scales, of), elements
 
     def pack_codes(word, form):
@@ -140,13 +160,18 @@ async def equals_the_contract(dut, kind):
         form = rng.choice([BF16, FP16] if operation.get("load") else list(ELEMENT_FORMATS.values()))
         width = {16: CodeWidth.WHOLE, 8: CodeWidth.BYTE, 4: CodeWidth.NIBBLE}[form.bits]
         operation = {
+            "abreast": 0,
+            "place": 0,
+            "rows": 0,
             **operation,
             "kind": {"fp16" if form is FP8_E5M2 else form.name: 1},
             "width": width,
-            "parts": LineParts.ONE if operation.get("load") else rng.choice(list(LineParts)),
+            "parts": LineParts.ONE
+            if operation.get("load") or operation.get("abreast")
+            else rng.choice(list(LineParts)),
         }
         operation["part"] = rng.randrange(1 << operation["parts"].value)
-        at = len(items) + Array.read_cycles
+        at = len(items) + read_cycles
         free = not {at, at - 1} & set(reads)
         if not operation.get("value") and free and rng.random() < 0.7:
             operation |= {
@@ -155,7 +180,9 @@ async def equals_the_contract(dut, kind):
                 "read_query": rng.randrange(queries),
                 "read_line": rng.randrange(ROW_LINES),
                 "read_groups": rng.randrange(shape.groups),
+                "read_abreast": rng.randrange(3) if most > 1 else 0,
             }
+            operation["read_groups"] %= shape.groups >> operation["read_abreast"]
         word, scales, elements = line(operation, form)
         dots = None
         if operation.get("load"):
@@ -167,6 +194,14 @@ async def equals_the_contract(dut, kind):
         if operation.get("read"):
             reads.update({at + n: beat for n, beat in enumerate(model.read(operation))})
         items.append((operation, word, weights, dots, scales))
+
+    def rows_abreast():
+        """Some rows abreast, or none."""
+        if most == 1 or rng.random() < 0.5:
+            return {}
+        abreast = rng.choice([1, 2])
+        place = rng.randrange(1 << abreast)
+        return {"abreast": abreast, "place": place, "rows": rng.randrange((1 << abreast) - place)}
 
     begun = set()
     for number in range(BANKS):
@@ -183,12 +218,17 @@ async def equals_the_contract(dut, kind):
                 "line": rng.randrange(ROW_LINES),
                 "block": rng.randrange(shape.wide),
             }
+            if most > 1 and rng.random() < 0.4:
+                abreast = rng.choice([1, 2])
+                place |= {"abreast": abreast, "line": 0, "block": rng.randrange(shape.wide >> abreast)}
             add({"load": 1, "number": number, **place})
             add({})  # a K line leaves a cycle
         elif what == "idle":
             add({})
         elif what == "end":
             add({"end": 1, "number": number})
+        elif what == "score" and (rows := rows_abreast()):
+            add({"score": 1, "number": number, "line": 0, "last": 1, "goes_on": 0, "drop": 0, **rows})
         elif what == "score":
             pair = rng.random() < 0.5
             drops = rng.choice([(1, 2), (2, 1), (0, 3)]) if pair else (0,)
@@ -199,21 +239,28 @@ async def equals_the_contract(dut, kind):
                     add({"score": 1, "number": number, "line": n, **row})
         else:
             first = int(number % BANKS not in begun or rng.random() < 0.1)
+            of_row = rows_abreast() if number % BANKS in begun else {}  # they have but the first line's sums
             begun.add(number % BANKS)
             weights = [
-                {
-                    "significand": rng.choice([0, *[rng.randrange(1 << 17, 1 << 18) for _ in range(5)]]),
-                    "exponent": rng.choice([rng.randrange(-3, 4), rng.randrange(-70, 70)]),
-                }
-                for _ in range(queries)
+                [
+                    {
+                        "significand": rng.choice([0, *[rng.randrange(1 << 17, 1 << 18) for _ in range(5)]]),
+                        "exponent": rng.choice([rng.randrange(-3, 4), rng.randrange(-70, 70)]),
+                    }
+                    for _ in range(queries)
+                ]
+                for _ in range(1 << of_row.get("abreast", 0))
             ]
+            if of_row:
+                add({"value": 1, "number": number, "line": 0, "first": first, **of_row}, weights)
+                continue
             for n in range(ROW_LINES):
                 add({"value": 1, "number": number, "line": n, "first": first}, weights)
 
     row_cycles = parameters()["row_cycles"]
     edge = RisingEdge(dut.clk)
     rows = ends = lanes_read = 0
-    for cycle in range(len(items) + max(row_cycles, Array.read_cycles + lanes // finish_lanes)):
+    for cycle in range(len(items) + max(row_cycles, read_cycles + lanes // finish_lanes)):
         if cycle < len(items):
             operation, word, *_ = items[cycle]
             dut.operation.value = pack(layout, operation)
@@ -227,17 +274,21 @@ async def equals_the_contract(dut, kind):
         at_weight = cycle - Array.weight_cycles
         weights = items[at_weight][2] if 0 <= at_weight < len(items) else None
         if weights:
-            dut.weights.value = pack(data.ArrayLayout(Weight, queries), weights)
+            of_blocks = [weights[n * len(weights) // most] for n in range(most)]
+            dut.weights.value = pack(data.ArrayLayout(data.ArrayLayout(Weight, queries), most), of_blocks)
         await edge
         done = cycle - row_cycles
         operation, *_, dots, _ = items[done] if 0 <= done < len(items) else ({}, None, None)
         assert value(dut.row_valid) == (dots is not None or operation.get("end", 0))
         if value(dut.row_valid):
-            row = unpack(row_dots(queries), value(dut.row))
+            row = unpack(row_dots(queries, most), value(dut.row))
             assert (row["number"], row["end"]) == (operation["number"], operation.get("end", 0))
+            if most > 1:
+                assert (row["place"], row["rows"]) == (operation["place"], operation["rows"])
             ends += row["end"]
         if dots is not None:
-            for got, dot in zip(row["dots"], dots, strict=True):
+            there = range(operation["place"], operation["place"] + operation["rows"] + 1)
+            for got, dot in (pair for n in there for pair in zip(row["dots"][n], dots[n], strict=True)):
                 rows += 1
                 assert got["nan"] == dot.nan
                 if not dot.nan:

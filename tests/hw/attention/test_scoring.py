@@ -38,19 +38,22 @@ from nearkv_sim.cocotb.streams import StreamSource, cycle, random, start, value
 
 
 @pytest.mark.rtl
-@pytest.mark.parametrize(("queries", "pipes"), [(4, 1), (4, 2), (1, 1)])
-def test_scoring(queries, pipes):
-    run(
-        Scoring(queries=queries, pipes=pipes),
-        module=__file__,
-        parameters={"queries": queries, "pipes": pipes},
-    )
+@pytest.mark.parametrize(("queries", "pipes", "rows"), [(4, 1, 1), (4, 2, 1), (1, 1, 1), (2, 1, 4)])
+def test_scoring(queries, pipes, rows):
+    scoring = Scoring(queries=queries, pipes=pipes, rows=rows)
+    figures = {"queries": queries, "pipes": pipes, "rows": rows, "read_cycles": scoring.read_cycles}
+    run(scoring, module=__file__, parameters=figures)
 
 
 @pytest.mark.parametrize("pipes", [0, 3, 1.0])
 def test_pipes_are_checked(pipes):
     with pytest.raises(ValueError, match=f"pipes must divide queries=4, not {pipes}"):
         Scoring(queries=4, pipes=pipes)
+
+
+def test_rows_are_checked():
+    with pytest.raises(ValueError, match="rows must be 1 or 4, not 2"):
+        Scoring(queries=4, pipes=1, rows=2)
 
 
 def random_factor(rng):
@@ -120,7 +123,7 @@ class Query:
 async def equals_the_contract(dut, idle):
     await start(dut)
     rng = random("passes", idle)
-    queries, pipes = parameters()["queries"], parameters()["pipes"]
+    queries, pipes, most = (parameters()[name] for name in ("queries", "pipes", "rows"))
     openings = StreamSource(dut, "openings", idle=idle, shape=opening(queries))
     reads = StreamSource(dut, "reads", idle=idle, shape=denominator_read(queries))
     edge = RisingEdge(dut.clk)
@@ -185,41 +188,66 @@ async def equals_the_contract(dut, idle):
             ]
             for row, dots in enumerate(rows)
         ]
-        begins = range(0, len(rows), BLOCK_ROWS)
-        blocks.send([{"index": first_row + n, "rows": min(BLOCK_ROWS, len(rows) - n)} for n in begins])
+        # rows abreast come together: the first of them, its place in their line, how many they are
+        abreast = rng.randrange(3) if most > 1 else 0
+        place, together = rng.randrange(1 << abreast), []
+        sizes, n = [], 0
+        while n < len(rows):
+            size = min(BLOCK_ROWS - place, len(rows) - n)  # a block ends with a line
+            sizes.append({"index": first_row + n, "rows": size})
+            end = n + size
+            while n < end:
+                count_here = min((1 << abreast) - place, end - n)
+                together.append((n, place, count_here))
+                n, place = n + count_here, 0
+        blocks.send(sizes)
         await blocks.drained()
         sent = taken = weighed = shown = 0
         begun = cycle()
         show = False
-        while shown < len(rows) or show:
-            here = sent < len(rows) and sent - taken < SCORE_QUEUE_ROWS and rng.random() >= idle
+        while shown < len(together) or show:
+            here = sent < len(together) and sent - taken < SCORE_QUEUE_ROWS and rng.random() >= idle
             # a row's slot is used again only after it was shown
             here = here and sent - shown < WEIGHT_SLOTS
             dut.row_valid.value = int(here)
-            row = {"dots": rows[sent], "number": number} if here else {"number": rng.randrange(PASSES)}
-            dut.row.value = pack(row_dots(queries), row)
+            row = {"number": rng.randrange(PASSES)}
+            if here:
+                first, place, count_here = together[sent]
+                dots = [[random_dot(rng) for _ in range(queries)] for _ in range(most)]
+                dots[place : place + count_here] = rows[first : first + count_here]
+                row = {"dots": dots, "number": number}
+                if most > 1:
+                    row |= {"place": place, "rows": count_here - 1}
+            dut.row.value = pack(row_dots(queries, most), row)
             sent += here
             before, show = show, shown < weighed
             dut.slot.value = (slot + shown) % WEIGHT_SLOTS
+            if most > 1:
+                dut.abreast.value = abreast
             await edge
             taken += value(dut.row_taken)
             if before:
-                got = unpack(data.ArrayLayout(Weight, queries), value(dut.weights))
-                for weight, expected in zip(got, weights[shown - 1], strict=False):
-                    if expected is None:
-                        assert weight["significand"] == 0
-                    else:
-                        assert (weight["significand"], weight["exponent"]) == expected
+                layout = data.ArrayLayout(data.ArrayLayout(Weight, queries), most)
+                first, place, count_here = together[shown - 1]
+                for block, got in enumerate(unpack(layout, value(dut.weights))):
+                    row = (block << abreast) // most - place
+                    if not 0 <= row < count_here:
+                        continue
+                    for weight, expected in zip(got, weights[first + row], strict=False):
+                        if expected is None:
+                            assert weight["significand"] == 0
+                        else:
+                            assert (weight["significand"], weight["exponent"]) == expected
             shown += show
             weighed += value(dut.row_weighed)
-        slot += len(rows)
+        slot += len(together)
         if idle == 0 and len(rows) == 50:  # one query per pipe and cycle
             per_row = min(count, queries // pipes)
-            assert cycle() - begun <= 50 * per_row + Scoring.weigh_cycles + 5
+            assert cycle() - begun <= len(together) * per_row + Scoring.weigh_cycles + 5
 
         # the end of the pass goes the way of the rows; what is asked for behind it is whole
         dut.row_valid.value = 1
-        dut.row.value = pack(row_dots(queries), {"end": 1, "number": number})
+        dut.row.value = pack(row_dots(queries, most), {"end": 1, "number": number})
         await edge
         dut.row_valid.value = 0
         while not value(dut.row_ended):
@@ -239,4 +267,4 @@ async def equals_the_contract(dut, idle):
             assert nan == query.nan
             assert nan or held == query.denominator
             # seen at the edge that ends the cycle in which it is there
-            assert when - 1 - asked == Scoring.read_cycles
+            assert when - 1 - asked == parameters()["read_cycles"]

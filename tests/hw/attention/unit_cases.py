@@ -434,6 +434,11 @@ def random_pass(passes, rng, queries):
     q_format = rng.choice([BF16, FP16])
     latent = value_dim <= head_dim and rng.random() < 0.3
     k_format, v_format = (rng.choice([BF16, FP16, *ROW_FORMATS.values()]) for _ in range(2))
+    if rng.random() < 0.3:  # rows that lie alike, and short ones that share lines
+        v_format = k_format
+        head_dim, value_dim = (rng.randint(1, 16 * lanes // k_format.bits // 2) for _ in range(2))
+        head_dim, value_dim = min(head_dim, largest), min(value_dim, largest)
+        latent = value_dim <= head_dim and rng.random() < 0.3
     k_scales, v_scales = (
         RowScales(
             rng.choice(LUT_SCALES if form is LUT4 else list(SCALE_FORMATS)), rng.choice([None, *SCALE_BLOCKS])
