@@ -7,7 +7,6 @@ from amaranth.utils import exact_log2
 
 from ..abi.lines import LINE_BITS
 from ..arithmetic.decode import CODE_BITS, CodeKind, CodeWidth
-from ..common.buffer import Buffer
 from ..common.pipeline import later
 from ..common.queue import Queue
 from ..interfaces import PAGE_BITS, Fault, ReadResponse
@@ -129,7 +128,7 @@ class Issue(wiring.Component):
         line_done, row_done, passes_on = Signal(), Signal(), Signal()
         # lines of K rows in which V lies, too; as many as there can be between K and V
         m.submodules.rows = rows = Queue(shape=LINE_BITS, depth=self.row_depth)
-        m.submodules.next_row = next_row = Buffer(shape=LINE_BITS)  # a large memory's enable is early
+        m.submodules.next_row = next_row = Queue(shape=LINE_BITS, depth=2)  # a large memory is slow
         wiring.connect(m, rows.o, next_row.i)
         keep, kept_line = Signal(), Signal(LINE_BITS, reset_less=True)
         again, here, line = Signal(), Signal(), Signal(LINE_BITS)

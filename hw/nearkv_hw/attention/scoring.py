@@ -11,6 +11,7 @@ from ..arithmetic.score import FLOAT_BITS, DotProduct, Factor, ScorePipe
 from ..arithmetic.softcap import Softcap
 from ..arithmetic.states import merge_states
 from ..arithmetic.weight import Weight, WeightPipe
+from ..common.buffer import Buffer
 from ..common.pipeline import later, stage
 from ..common.queue import Queue
 from ..interfaces import POSITION_BITS, ROW_BITS, Bound, State
@@ -246,18 +247,20 @@ class Scoring(wiring.Component):
         m.d.comb += self.row_taken.eq(queue.o.ready & queue.o.valid)
         # which row of the context it is
         m.submodules.blocks = blocks = Queue(shape=RowBlock, depth=WEIGHT_SLOTS)
+        m.submodules.block = block = Buffer(shape=RowBlock)
         wiring.connect(m, wiring.flipped(self.blocks), blocks.i)
-        done = Signal(blocks.o.payload.rows.shape())
+        wiring.connect(m, blocks.o, block.i)
+        done = Signal(block.o.payload.rows.shape())
         taken = Signal(done.shape())
-        last_row = taken == blocks.o.payload.rows
-        first = blocks.o.payload.index + done - row.place
+        last_row = taken == block.o.payload.rows
+        first = block.o.payload.index + done - row.place
         m.d.comb += [
             taken.eq(done + row.rows + 1),
             *(position.eq(first + n) for n, position in enumerate(operation.positions)),
             operation.counts.eq(
                 Cat((n >= row.place) & (n <= row.place + row.rows) for n in range(self.rows))
             ),
-            blocks.o.ready.eq((operation.row | operation.bound) & operation.last & last_row),
+            block.o.ready.eq((operation.row | operation.bound) & operation.last & last_row),
             bounds.promised.eq(operation.bound & operation.last),
         ]
         with m.If((operation.row | operation.bound) & operation.last):
