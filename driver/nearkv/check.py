@@ -47,9 +47,8 @@ class Verdict:
     def require(self) -> None:
         """Raise a MismatchError, which names the command that replays the call, unless all bits are equal."""
         if not self.equal:
-            raise MismatchError(
-                f"{self.unequal} of {self.lanes} lanes differ from the contract; see: {self.command}"
-            )
+            how = "" if self.command is None else f"; see: {self.command}"
+            raise MismatchError(f"{self.unequal} of {self.lanes} lanes differ from the contract{how}")
 
 
 @dataclass
