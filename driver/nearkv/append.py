@@ -13,7 +13,7 @@ from nearkv_hw.abi.numerics import MAX_ROWS
 from nearkv_sim.port import Addresses, Fence, Lines, Operation, Write
 
 from .allocator import Pages
-from .codec import codes_to_bytes, one
+from .codec import one
 from .coded import Coded
 from .directory import Directory
 from .errors import AccessError, ArgumentError, OutOfMemoryError
@@ -87,7 +87,7 @@ class Appending:
 
         Not those of tables whose last page is another one: `renames` has them.
         """
-        areas = self._bytes(coded)
+        areas = coded.row_bytes(self._layout)
         copies = self._own.writes()
         addresses, data = [], []
         shared: list[tuple[Addresses, Lines, npt.NDArray[np.uint64]]] = []
@@ -131,15 +131,6 @@ class Appending:
             if index in self._renamed and table is self._before[index]
         ]
         return [*writes, Fence()] if writes else []
-
-    def _bytes(self, coded: Coded) -> list[npt.NDArray[np.uint8] | None]:
-        """The rows' bytes in each area, [batch, kv_heads, rows, pitch]."""
-        layout = self._layout
-        forms = (layout.k.element, layout.k.scale, layout.value.element, layout.value.scale)
-        return [
-            None if codes is None or form is None else codes_to_bytes(codes.transpose(1, 2), form, pitch)
-            for codes, form, pitch in zip(coded.areas, forms, layout.pitches, strict=True)
-        ]
 
     def summaries(self, summaries: Summaries, coded: Coded, layer: int) -> list[Write]:
         """The operations that write the summaries of the pages in which the rows lie."""

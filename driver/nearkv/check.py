@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -44,9 +47,27 @@ class Verdict:
     def require(self) -> None:
         """Raise a MismatchError, which names the command that replays the call, unless all bits are equal."""
         if not self.equal:
-            raise MismatchError(
-                f"{self.unequal} of {self.lanes} lanes differ from the contract; see: {self.command}"
-            )
+            how = "" if self.command is None else f"; see: {self.command}"
+            raise MismatchError(f"{self.unequal} of {self.lanes} lanes differ from the contract{how}")
+
+
+@dataclass
+class CheckTally:
+    """What the comparison of device and reference has come to, over many calls."""
+
+    calls: int = 0
+    equal: int = 0
+    seconds: float = 0.0
+    commands: list[str] = field(default_factory=list)
+    """For each unequal call, the command that replays its first unequal query row; rows that a query sees
+    with gaps, and narrow latents, have none."""
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of a block as time of checking."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
 
 
 def case_of(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from nearkv_hw.abi.memory import RowLayout
 
 from .arguments import dense
-from .codec import FORMATS
+from .codec import FORMATS, codes_to_bytes
 from .errors import ArgumentError, DtypeError, ShapeError
 from .heads import HeadTables
 from .quantise.formats import CacheFormat, RowFormat
@@ -40,6 +43,14 @@ class Coded:
     def areas(self) -> tuple[torch.Tensor | None, ...]:
         """K codes, K scales, V codes and V scales, as pages have them."""
         return self.codes[0], self.scales[0], self.codes[1], self.scales[1]
+
+    def row_bytes(self, layout: RowLayout) -> list[npt.NDArray[np.uint8] | None]:
+        """The rows' bytes in each area of a page, [batch, kv_heads, rows, pitch]."""
+        forms = (layout.k.element, layout.k.scale, layout.value.element, layout.value.scale)
+        return [
+            None if codes is None or form is None else codes_to_bytes(codes.transpose(1, 2), form, pitch)
+            for codes, form, pitch in zip(self.areas, forms, layout.pitches, strict=True)
+        ]
 
 
 class Coder:

@@ -161,6 +161,11 @@ class Sequences:
     def __iter__(self) -> Iterator[Sequence]:
         return iter([sequence for sequence in self._slots if sequence is not None])
 
+    @property
+    def record(self) -> int:
+        """Device address of the cache's record."""
+        return self._record
+
     def new(self) -> Sequence:
         """A new, empty sequence; OutOfMemoryError when there is no room for its tables."""
         slot = self._free_slot()

@@ -262,8 +262,13 @@ class RowAddresses:
         page_rows = int(self._mask) + 1
         pages = table.page_addresses(first // page_rows, -(-last // page_rows))
         page = ((numbers >> self._shift) - np.uint64(first // page_rows)).astype(np.intp)
-        base = pages[:, page]
-        within = numbers & self._mask
+        return self.at(pages[:, page], page, numbers & self._mask)
+
+    def at(
+        self, base: Addresses, page: npt.NDArray[np.intp], within: npt.NDArray[np.uint64]
+    ) -> list[Places | None]:
+        """As `of`, for rows that no table names: the addresses of their pages [heads, rows], a number that
+        tells these apart [rows], and which rows of them they are [rows]. Rows of one line stand together."""
         return [
             self._places(base, page, within, area, pitch) if pitch else None for area, pitch in self._areas
         ]

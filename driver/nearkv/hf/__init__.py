@@ -11,11 +11,13 @@ has `generate` make its caches on the device. It returns such a cache, for calle
 calls; transformers calls that argument `cache` from 5.24 on and `past_key_values` before.
 """
 
+from nearkv.check import CheckTally
+
 from .attach import attach, attach_store, cache_argument, detach
 from .attention import NAME, nearkv_attention, register
 from .batching import Batcher
 from .cache import NearKVCache
-from .checked_rows import CheckedRows, CheckTally
+from .checked_rows import CheckedRows
 from .device_rows import DeviceRows
 from .models import LoadedModel, ModelNotFound, load, prompt_ids, row_shape
 from .reference_rows import ReferenceRows

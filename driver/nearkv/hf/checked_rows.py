@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from torch import Tensor
 
 from nearkv import check
+from nearkv.check import CheckTally
 from nearkv.quantise import Quantised
 from nearkv.replay import bits_of
 
 from .device_rows import DeviceRows
 from .reference_rows import ReferenceRows
 from .rows import JointRows, RowStore, Scoring, causal, row_ranges
-
-
-@dataclass
-class CheckTally:
-    """What the comparison of device and reference has come to."""
-
-    calls: int = 0
-    equal: int = 0
-    seconds: float = 0.0
-    commands: list[str] = field(default_factory=list)
-    """For each unequal call, the command that replays its first unequal query row; rows that a query sees
-    with gaps, and narrow latents, have none."""
 
 
 class CheckedRows(RowStore):
@@ -53,14 +38,14 @@ class CheckedRows(RowStore):
 
     def _append(self, layer: int, k: Tensor, v: Tensor | None) -> None:
         self.device_rows._append(layer, k, v)
-        with self._checking():
+        with self.tally.timed():
             self.own._append(layer, k, v)
 
     def _attend(self, layer: int, q: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
         on_host = self.device_rows.works_on_host(layer)
         out = self.device_rows._attend(layer, q, visible, scoring)
         if not on_host:
-            with self._checking():
+            with self.tally.timed():
                 self._check(layer, q, out, visible, scoring)
         return out
 
@@ -117,12 +102,6 @@ class CheckedRows(RowStore):
         )
         if verdict.command is not None:
             self.tally.commands.append(verdict.command)
-
-    @contextmanager
-    def _checking(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.tally.seconds += time.perf_counter() - start
 
     def read(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """See `RowStore.read`: those of the device."""

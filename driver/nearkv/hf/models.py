@@ -61,6 +61,20 @@ def load(directory: Path | None = None) -> LoadedModel:
     return LoadedModel(name, model, tokenizer, row_shape(model.config))
 
 
+def save(loaded: LoadedModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a model and its tokenizer as a plain directory of one type, which every engine loads.
+
+    transformers does not save a model that it read from a quantised file: the weights go into a new one.
+    """
+    config = type(loaded.model.config).from_dict(
+        {key: value for key, value in loaded.model.config.to_dict().items() if key != "quantization_config"}
+    )
+    model = type(loaded.model)(config).to(dtype)
+    model.load_state_dict(loaded.model.state_dict())
+    model.save_pretrained(directory)
+    loaded.tokenizer.save_pretrained(directory)
+
+
 def row_shape(config: Any) -> RowShape:
     """The shape of the K and V rows that a transformers configuration leads to."""
     text = config.get_text_config()

@@ -13,9 +13,10 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 import nearkv
+from nearkv.check import CheckTally
 
 from .attach import attach_store, cache_argument, detach
-from .checked_rows import CheckedRows, CheckTally
+from .checked_rows import CheckedRows
 from .device_rows import DeviceRows
 from .models import LoadedModel, prompt_ids
 from .reference_rows import ReferenceRows

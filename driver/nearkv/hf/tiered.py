@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nearkv import tiers
+from nearkv.check import CheckTally
 from nearkv.errors import ArgumentError
 
-from .checked_rows import CheckTally
 from .reference_rows import ReferenceRows
 from .rows import RowShape, RowStore, Scoring
 
