@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -15,12 +15,12 @@ from nearkv_hw.abi.memory import CACHE, LAYOUT_VERSION, ROOT, ROOT_MAGIC
 from nearkv_sim.columns import column
 from nearkv_sim.port import Access, Addresses, Lines, Operation, Port, Read, ReadResult, Write
 
-from .allocator import Arena, Extents, Pages
+from .allocator import Arena, Extents, Pages, Run
 from .codec import one, record_line
 from .errors import AccessError, DeviceError, DeviceResetError, OutOfMemoryError, ProtocolError, VersionError
 from .memory_use import MemoryUse
 from .queued_port import QueuedPort
-from .ring import CommandRing
+from .ring import CommandRing, Completions
 from .streams import Stream
 
 if TYPE_CHECKING:
@@ -89,7 +89,11 @@ class Tenant:
         self.moves = 0
         owned = self._owned_extents() if self.ring.posted else []
         self.extents = Extents(
-            self._claim, extents=config.extents, channels=config.slices, in_use=frozenset(owned)
+            self._claim,
+            extents=config.extents,
+            channels=config.slices,
+            in_use=frozenset(owned),
+            any_free=self._any_free,
         )
         self.arena = Arena(self.extents)
         self._chain: list[int] = []
@@ -195,6 +199,15 @@ class Tenant:
     def give_lane(self, lane: int) -> None:
         """The areas are free for another call."""
         self._lanes.append(lane)
+
+    def release_free(self) -> None:
+        """Give extents that hold nothing back to the device."""
+        if runs := self.extents.release():
+            self._post_runs(Opcode.RELEASE_EXTENTS, runs)
+
+    def release_all(self) -> None:
+        """Give all extents back to the device, whatever they hold; the session ends with that."""
+        self._post_runs(Opcode.RELEASE_EXTENTS, [(0, self.config.extents)])
 
     def _reclaim(self) -> None:
         while self._retired and self._retired[0][0] <= self.ring.completed:
@@ -356,27 +369,37 @@ class Tenant:
         index = self._chain.index(record) + 1
         return self._chain[index] if index < len(self._chain) else self._earlier
 
-    def _claim(self, first: int, count: int) -> int | None:
-        line = record_line(
-            CLAIM,
-            version=DESCRIPTOR_VERSION,
-            opcode=Opcode.CLAIM_EXTENTS,
-            first_extent=first,
-            extent_count=count,
+    def _claim(self, runs: Sequence[Run]) -> list[bool]:
+        """Claim runs of extents; which of them are the tenant's now."""
+        completions = self._post_runs(
+            Opcode.CLAIM_EXTENTS, runs, may_be=(Status.EXTENT_TAKEN, Status.EXTENT_BUSY)
         )
-        completions, _ = self.ring.run(line)
-        status = Status(int(completions.status[0]))
-        if status is Status.OK:
-            return None
-        detail = int(completions.detail[0])
-        if status is Status.EXTENT_TAKEN:
-            return detail
-        raise DeviceError(
-            f"claim of {count} extents from {first}: {status.name}",
-            status=status,
-            tag=int(completions.tag[0]),
-            detail=detail,
-        )
+        owned: list[bool] = (completions.status == Status.OK).tolist()
+        return owned
+
+    def _any_free(self, wait: bool) -> bool:
+        """See `Extents`."""
+        counters = self.ring.extent_counters()
+        if not wait:
+            return counters["free"] > 0
+        if counters["scrubbing"]:
+            self.ring.wait_for_scrub()
+        return counters["scrubbing"] > 0
+
+    def _post_runs(self, opcode: Opcode, runs: Sequence[Run], may_be: Collection[Status] = ()) -> Completions:
+        """Post a descriptor for each run of extents; DeviceError for a status that it may not end with."""
+        completions, _ = self.ring.run(extent_descriptors(opcode, runs))
+        for index in completions.failed.tolist():
+            status = Status(int(completions.status[index]))
+            if status not in may_be:
+                first, count = runs[index]
+                raise DeviceError(
+                    f"{opcode.name} of {count} extents from {first}: {status.name}",
+                    status=status,
+                    tag=int(completions.tag[index]),
+                    detail=int(completions.detail[index]),
+                )
+        return completions
 
     def _owned_extents(self) -> list[int]:
         """The extents that an earlier session of this tenant claimed: those that answer."""
@@ -424,3 +447,11 @@ class Tenant:
             generations=self._generations,
         )
         self.run([self.write(one(self._root), line)])
+
+
+def extent_descriptors(opcode: Opcode, runs: Sequence[Run]) -> Lines:
+    """Descriptors, uint8 [n, 64], of claims or releases of runs of extents."""
+    lines = record_line(CLAIM, version=DESCRIPTOR_VERSION, opcode=opcode).repeat(len(runs), axis=0)
+    for name, values in zip(("first_extent", "extent_count"), zip(*runs, strict=True), strict=True):
+        column(CLAIM, name, lines)[:] = values
+    return lines

@@ -13,6 +13,7 @@ from .abi.link import WIRE_NS, flits_per_cycle, ports
 from .abi.window import (
     CHANNEL_COUNTERS,
     DEVICE_COUNTERS,
+    EXTENT_COUNTERS,
     LINK_COUNTERS,
     MEMORY_COUNTERS,
     QUEUE_COUNTERS,
@@ -190,6 +191,10 @@ class Device(wiring.Component):
         m.d.comb += window.device.violations.eq(
             reduce_tree([channel.violations for channel in channels], add)
         )
+        for field in EXTENT_COUNTERS:
+            if not field.reserved:
+                of_channels = [getattr(channel, field.name) for channel in channels]
+                m.d.comb += window.extents[field.name].eq(reduce_tree(of_channels, add))
         for n, channel in enumerate(channels):
             blocks = [channel, *units[n : n + 1]]
             for layout, values in (

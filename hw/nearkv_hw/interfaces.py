@@ -84,11 +84,13 @@ class Snoop(data.Struct):
 
 
 class OwnerRequest(data.Struct):
-    """Look up the owner of an extent of a channel and, with `claim`, take it if nobody owns it."""
+    """Look up the owner of an extent of a channel; with `claim` take it if it is free, with `release` give it
+    back if it is the tenant's."""
 
     extent: 20
     tenant: TENANT_BITS
     claim: 1
+    release: 1
 
 
 class OwnerResponse(data.Struct):
@@ -96,6 +98,7 @@ class OwnerResponse(data.Struct):
 
     owned: 1
     tenant: TENANT_BITS
+    scrubbing: 1  # nobody's, but not zero yet
 
 
 class UnitJob(data.Struct):

@@ -13,12 +13,16 @@ from .lines import LINE_BYTES
 FIXED_CLOCK_MHZ = 800
 """Device clock where no DRAM part lays one down."""
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """Version of descriptors, records and register lines; the driver refuses a device with another one."""
 
 EXTENT_BYTES = 1 << 20
 """Memory is owned in extents of this size; consecutive extents lie in consecutive channels."""
 EXTENT_SHIFT = 20
+SCRUB_INTERVAL_CYCLES = 4
+"""A slice of the memory writes zeros over extents that were given back, at most a line in so many cycles."""
+SCRUB_PATIENCE_CYCLES = 64
+"""Cycles that such a line waits for units and fabric; then it goes first."""
 
 LANE_CHOICES = (32, 64, 128)
 CHANNEL_CHOICES = (1, 2, 4, 8, 16)

@@ -13,6 +13,8 @@ from ..abi.window import (
     CHANNEL_COUNTERS_LINE,
     DEVICE_COUNTERS,
     DEVICE_COUNTERS_LINE,
+    EXTENT_COUNTERS,
+    EXTENT_COUNTERS_LINE,
     IDENTITY,
     IDENTITY_LINE,
     LINK_COUNTERS,
@@ -44,7 +46,8 @@ class Registers(wiring.Component):
     -------
     read : In(1), line : In(6), aperture : In(3) : a read; a line that holds nothing reads as zero.
     data : Out(LINE_BITS) : its data, from the next cycle on until the next read.
-    device : In(DEVICE_COUNTERS), link : In(LINK_COUNTERS) : counters of the device and its link.
+    device : In(DEVICE_COUNTERS), link : In(LINK_COUNTERS), extents : In(EXTENT_COUNTERS) : counters of the
+        device, its link and its extents.
     channels : In(CHANNEL_COUNTERS).array(slices) : counters of each slice of the memory.
     memories : In(MEMORY_COUNTERS).array(slices), queues : In(QUEUE_COUNTERS).array(slices) : counters of what
         is behind each slice.
@@ -67,6 +70,7 @@ class Registers(wiring.Component):
                 "data": Out(LINE_BITS),
                 "device": In(layout_of(DEVICE_COUNTERS)),
                 "link": In(layout_of(LINK_COUNTERS)),
+                "extents": In(layout_of(EXTENT_COUNTERS)),
                 "channels": In(layout_of(CHANNEL_COUNTERS)).array(config.slices),
                 "memories": In(layout_of(MEMORY_COUNTERS)).array(config.slices),
                 "queues": In(layout_of(QUEUE_COUNTERS)).array(config.slices),
@@ -93,6 +97,8 @@ class Registers(wiring.Component):
                     m.d.sync += held.eq(self.device)
                 with m.Case(LINK_COUNTERS_LINE):
                     m.d.sync += held.eq(self.link)
+                with m.Case(EXTENT_COUNTERS_LINE):
+                    m.d.sync += held.eq(self.extents)
                 with m.Case(RING_LINE):
                     m.d.sync += held.eq(ring)
                 for first, slices in (

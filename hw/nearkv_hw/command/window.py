@@ -15,6 +15,7 @@ from ..abi.window import (
     DEVICE_COUNTERS,
     DOORBELL,
     DOORBELL_OFFSET,
+    EXTENT_COUNTERS,
     LINK_COUNTERS,
     MEMORY_COUNTERS,
     QUEUE_COUNTERS,
@@ -55,7 +56,7 @@ class CommandWindow(wiring.Component):
     cycles : Out(64) : the device's cycle counter.
     device : In(DEVICE_COUNTERS) : counters of the endpoint and the violations; what the window counts itself
         (cycles, jobs, errors) is not looked at.
-    link : In(LINK_COUNTERS) : counters of the link.
+    link : In(LINK_COUNTERS), extents : In(EXTENT_COUNTERS) : counters of the link and of the extents.
     channels, memories, queues : In(CHANNEL_COUNTERS | MEMORY_COUNTERS | QUEUE_COUNTERS).array(slices) : those
         of the slices of memory.
 
@@ -83,6 +84,7 @@ class CommandWindow(wiring.Component):
                 "cycles": Out(64),
                 "device": In(layout_of(DEVICE_COUNTERS)),
                 "link": In(layout_of(LINK_COUNTERS)),
+                "extents": In(layout_of(EXTENT_COUNTERS)),
                 "channels": In(layout_of(CHANNEL_COUNTERS)).array(config.slices),
                 "memories": In(layout_of(MEMORY_COUNTERS)).array(config.slices),
                 "queues": In(layout_of(QUEUE_COUNTERS)).array(config.slices),
@@ -116,7 +118,7 @@ class CommandWindow(wiring.Component):
             registers.device.jobs.eq(jobs),
             registers.device.errors.eq(errors),
         ]
-        m.d.comb += registers.link.eq(self.link)
+        m.d.comb += [registers.link.eq(self.link), registers.extents.eq(self.extents)]
         for name in ("channels", "memories", "queues"):
             for theirs, given in zip(getattr(registers, name), getattr(self, name), strict=True):
                 m.d.comb += theirs.eq(given)

@@ -18,7 +18,7 @@ from .counters import Counters
 from .job import Job, Refusal, check, opcode_of
 from .kernels import Attend
 from .lists import see
-from .memory import LineIndices, Memory
+from .memory import SCRUBBING, LineIndices, Memory
 from .native import Native
 from .plain import Kind, Plain, PlainJobs
 from .segments import Segments, lines_of, segments, spoilt
@@ -94,7 +94,8 @@ class Engine:
     def serve(self, window: CommandWindow) -> None:
         """Do everything that is posted in a window's ring.
 
-        Attention jobs between two claims or NOPs read memory as it was before the first of them wrote.
+        Attention jobs between two claims, releases or NOPs read memory as it was before the first of them
+        wrote.
         """
         first, descriptors, extensions = window.fetch()
         fences = [
@@ -111,7 +112,7 @@ class Engine:
                 window.complete(first + begin, self._records(batch, first + begin))
 
     def _run(self, batch: _Batch, tenant: int, *, fenced: bool) -> None:
-        """Do a batch; where it is fenced its first descriptor is a claim or NOP."""
+        """Do a batch; where it is fenced its first descriptor is a claim, release or NOP."""
         left = np.ones(len(batch.descriptors), np.bool_)
         if fenced:
             self._pass_fence(batch, tenant)
@@ -132,9 +133,10 @@ class Engine:
 
     def _pass_fence(self, batch: _Batch, tenant: int) -> None:
         descriptor = batch.descriptors[0].tobytes()
-        if column(ATTEND, "opcode", batch.descriptors)[0] == Opcode.CLAIM_EXTENTS:
+        opcode = Opcode(int(column(ATTEND, "opcode", batch.descriptors)[0]))
+        if opcode is not Opcode.NOP:
             try:
-                self._claim(CLAIM.unpack(descriptor), tenant)
+                batch.detail[0] = self._own(opcode, CLAIM.unpack(descriptor), tenant)
             except Refusal as refusal:
                 batch.refuse(0, refusal)
 
@@ -245,13 +247,18 @@ class Engine:
         batch.passes[index] = len(passes)
         batch.lines[index] += lines.sum()
 
-    def _claim(self, fields: dict[str, int], tenant: int) -> None:
+    def _own(self, opcode: Opcode, fields: dict[str, int], tenant: int) -> int:
+        """Do a claim or a release; the detail of its record."""
         first, count = fields["first_extent"], fields["extent_count"]
         if count == 0 or first + count > self._config.extents:
             raise Refusal(Status.BAD_EXTENT)
+        if opcode is Opcode.RELEASE_EXTENTS:
+            return self.memory.release(first, count, tenant)
         taken = self.memory.claim(first, count, tenant)
-        if taken is not None:
-            raise Refusal(Status.EXTENT_TAKEN, taken)
+        if taken is None:
+            return 0
+        busy = self.memory.owners[taken] == SCRUBBING
+        raise Refusal(Status.EXTENT_BUSY if busy else Status.EXTENT_TAKEN, taken)
 
     def _finish(self, batch: _Batch) -> None:
         """Compute the other good jobs, write all results in order, and count what the batch came to."""
@@ -331,7 +338,7 @@ class Engine:
 
 
 def _is_fence(descriptor: bytes) -> bool:
-    """Whether a descriptor is a claim or NOP; one at fault is none."""
+    """Whether a descriptor is a claim, release or NOP; one at fault is none."""
     try:
         return opcode_of(ATTEND.unpack(descriptor), descriptor) is not Opcode.ATTEND
     except Refusal:

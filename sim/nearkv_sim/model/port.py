@@ -133,8 +133,9 @@ class ModelPort:
         """New memory and new command windows; counters go on."""
         config = self.config
         self._engine = Engine(config, self._counters, self._attend, self.features)
+        settle = self._engine.memory.settle
         self._windows = [
-            CommandWindow(config, a, self.features, self._counters) for a in range(config.apertures)
+            CommandWindow(config, a, self.features, self._counters, settle) for a in range(config.apertures)
         ]
 
     def _open_engine(self) -> Engine:
@@ -194,15 +195,24 @@ class ModelPort:
         return data, access
 
     def _poll(self, memory: Memory, poll: Poll) -> None:
-        result = self._read(memory, np.array([poll.address], dtype=np.uint64))
-        self._counters.device["cycles"] += timing.POLL_CYCLES
-        seen = int(result.data.view("<u8")[0, 0])
-        if result.access[0] != Access.DATA or seen & poll.mask != poll.value:
-            self._counters.device["cycles"] += poll.timeout_cycles
-            raise DeviceTimeout(
-                f"the line at {poll.address:#x} holds {seen:#x}, and masked with {poll.mask:#x} never equals "
-                f"{poll.value:#x}: nothing is under way that could change it"
-            )
+        """Wait; nothing but a scrub goes on while the host does."""
+        device = self._counters.device
+        until = device["cycles"] + poll.timeout_cycles
+        address = np.array([poll.address], dtype=np.uint64)
+        while True:
+            result = self._read(memory, address)
+            device["cycles"] += timing.POLL_CYCLES
+            seen = int(result.data.view("<u8")[0, 0])
+            if result.access[0] == Access.DATA and seen & poll.mask == poll.value:
+                return
+            if device["cycles"] >= memory.scrubbed_at or until < memory.scrubbed_at:
+                break
+            device["cycles"] = memory.scrubbed_at
+        device["cycles"] = max(device["cycles"], until)
+        raise DeviceTimeout(
+            f"the line at {poll.address:#x} holds {seen:#x}, and masked with {poll.mask:#x} never equals "
+            f"{poll.value:#x}: nothing is under way that could change it"
+        )
 
     def _count_link(self, kind: str, count: int, areas: list[_Area]) -> None:
         device = self._counters.device

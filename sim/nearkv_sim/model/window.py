@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import ABI_VERSION, DeviceConfig, Feature
@@ -18,6 +20,8 @@ from nearkv_hw.abi.window import (
     DEVICE_COUNTERS_LINE,
     DOORBELL,
     DOORBELL_OFFSET,
+    EXTENT_COUNTERS,
+    EXTENT_COUNTERS_LINE,
     IDENTITY,
     IDENTITY_LINE,
     MAGIC,
@@ -45,18 +49,27 @@ class CommandWindow:
     ----------
     config, aperture, features : of which device, and which aperture.
     counters : the device's.
+    settle : called before counters of extents are read.
 
     Members
     -------
     tail, head, completed : descriptors posted, fetched and completed since reset, modulo 2^32.
     """
 
-    def __init__(self, config: DeviceConfig, aperture: int, features: Feature, counters: Counters) -> None:
+    def __init__(
+        self,
+        config: DeviceConfig,
+        aperture: int,
+        features: Feature,
+        counters: Counters,
+        settle: Callable[[], None],
+    ) -> None:
         self.aperture = aperture
         self.tail = self.head = self.completed = 0
         self._config = config
         self._features = features
         self._counters = counters
+        self._settle = settle
         self._descriptors: Lines = np.zeros((_SLOT_LINES * config.ring_slots, LINE_BYTES), dtype=np.uint8)
         self._completions: Lines = np.zeros((config.ring_slots, LINE_BYTES), dtype=np.uint8)
 
@@ -137,6 +150,9 @@ class CommandWindow:
             return IDENTITY.pack_bytes(self._identity())
         if line == DEVICE_COUNTERS_LINE:
             return DEVICE_COUNTERS.pack_bytes(self._counters.device)
+        if line == EXTENT_COUNTERS_LINE:
+            self._settle()
+            return EXTENT_COUNTERS.pack_bytes(self._counters.extents)
         if line == RING_LINE:
             return RING.pack_bytes(tail=self.tail, head=self.head, completed=self.completed)
         if 0 <= channel < self._config.slices:

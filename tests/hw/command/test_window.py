@@ -13,6 +13,8 @@ from nearkv_hw.abi.window import (
     DEVICE_COUNTERS,
     DEVICE_COUNTERS_LINE,
     DOORBELL_OFFSET,
+    EXTENT_COUNTERS,
+    EXTENT_COUNTERS_LINE,
     IDENTITY,
     IDENTITY_LINE,
     LINK_COUNTERS,
@@ -177,9 +179,9 @@ async def shows_registers(dut):
     await start(dut)
     host, rng = Host(dut), random("registers")
     config = host.config
-    device, link = rng.getrandbits(512), rng.getrandbits(512)
+    device, link, extents = (rng.getrandbits(512) for _ in range(3))
     channels = [rng.getrandbits(512) for _ in range(config.channels)]
-    dut.device.value, dut.link.value = device, link
+    dut.device.value, dut.link.value, dut.extents.value = device, link, extents
     for n, counters in enumerate(channels):
         getattr(dut, f"channels_{n}").value = counters
     for aperture in range(config.apertures):
@@ -192,6 +194,8 @@ async def shows_registers(dut):
         own = {"cycles": counters["cycles"], "jobs": 0, "errors": 0}
         assert counters == {**DEVICE_COUNTERS.unpack(device), **own}
         assert await host.read(aperture, LINK_COUNTERS_LINE) == LINK_COUNTERS.pack(LINK_COUNTERS.unpack(link))
+        shown = await host.read(aperture, EXTENT_COUNTERS_LINE)
+        assert shown == EXTENT_COUNTERS.pack(EXTENT_COUNTERS.unpack(extents))
         for n, value in enumerate(channels):
             line = await host.read(aperture, CHANNEL_COUNTERS_LINE + n)
             assert CHANNEL_COUNTERS.unpack(line) == CHANNEL_COUNTERS.unpack(value)

@@ -51,6 +51,8 @@ HAD = [
 
 EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 NO_FAULT, DENIED, POISON, OUTSIDE = range(4)
+SCRUBBING = -1
+"""Owner of an extent that was given back."""
 
 
 def bound_of(line, number):
@@ -60,7 +62,7 @@ def bound_of(line, number):
 
 @dataclass
 class Memory:
-    """Lines as integers; `owners` by extent; poisoned lines."""
+    """Lines as integers; `owners` by extent, SCRUBBING for what was given back; poisoned lines."""
 
     config: object
     lines: dict = field(default_factory=dict)
@@ -108,7 +110,7 @@ class Reference:
         more = EXTENSION.unpack(posted["extension"] if head["flags"] & FLAG_EXTENDED else 0)
         status = self.first_status(line, head, more)
         head |= {name: more[name] for name in HAD}
-        if status is Status.OK and head["opcode"] == Opcode.CLAIM_EXTENTS:
+        if status is Status.OK and head["opcode"] in (Opcode.CLAIM_EXTENTS, Opcode.RELEASE_EXTENTS):
             status, detail = self.claim(CLAIM.unpack(line), tenant)
         elif status is Status.OK and head["opcode"] == Opcode.ATTEND:
             status, table = self.table(head, tenant)
@@ -159,7 +161,8 @@ class Reference:
 
     def first_status(self, line, head, more):
         """What the descriptor's own lines tell."""
-        layouts = {Opcode.NOP: NOP, Opcode.ATTEND: ATTEND, Opcode.CLAIM_EXTENTS: CLAIM}
+        layouts = {Opcode.NOP: NOP, Opcode.ATTEND: ATTEND}
+        layouts |= dict.fromkeys((Opcode.CLAIM_EXTENTS, Opcode.RELEASE_EXTENTS), CLAIM)
         if head["version"] != DESCRIPTOR_VERSION:
             return Status.BAD_VERSION
         if head["opcode"] not in list(Opcode):
@@ -236,9 +239,14 @@ class Reference:
         extents = range(claim["first_extent"], claim["first_extent"] + claim["extent_count"])
         if not extents or extents[-1] >= self.config.extents:
             return Status.BAD_EXTENT, 0
+        if claim["opcode"] == Opcode.RELEASE_EXTENTS:
+            own = [extent for extent in extents if self.memory.owners.get(extent) == tenant]
+            self.memory.owners.update(dict.fromkeys(own, SCRUBBING))
+            return Status.OK, len(own)
         for extent in extents:
-            if self.memory.owners.get(extent, tenant) != tenant:
-                return Status.EXTENT_TAKEN, extent
+            owner = self.memory.owners.get(extent, tenant)
+            if owner != tenant:
+                return Status.EXTENT_BUSY if owner == SCRUBBING else Status.EXTENT_TAKEN, extent
         self.memory.owners.update(dict.fromkeys(extents, tenant))
         return Status.OK, 0
 
