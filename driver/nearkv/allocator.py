@@ -36,6 +36,8 @@ class Extents:
     in_use : extents that the tenant owned before and that hold what this driver did not write.
     any_free : whether any extent of the device is nobody's, and when it is called with True, whether some
         became so, which it waits for as long as the device is about it.
+    at_quota : whether the last claims were refused because the tenant owns as much as it may.
+    no_room : makes an error for lack of memory from its text.
 
     Members
     -------
@@ -50,7 +52,11 @@ class Extents:
         channels: int,
         in_use: frozenset[int] = frozenset(),
         any_free: Callable[[bool], bool] = lambda wait: not wait,
+        at_quota: Callable[[], bool] = lambda: False,
+        no_room: Callable[[str], OutOfMemoryError] = OutOfMemoryError,
     ) -> None:
+        self.no_room = no_room
+        self._at_quota = at_quota
         self._claim = claim
         self._any_free = any_free
         self._extents = extents
@@ -149,7 +155,11 @@ class Extents:
             return False
         first, self._next = self._next, min(self._next + count, self._extents)
         if first < self._next:
-            self._own([e for e in range(first, self._next) if e not in self._in_use])
+            wanted = [e for e in range(first, self._next) if e not in self._in_use]
+            if wanted and not self._own(wanted) and self._at_quota():
+                self._next = first
+                self._missed.difference_update(wanted)
+                return False
             return True
         for wait in (False, True):
             if self._missed and self._any_free(wait) and self._retry(count, channel):
@@ -206,7 +216,7 @@ class Arena:
             count = -(-size // EXTENT_BYTES)
             first = self._extents.take_run(count)
             if first is None:
-                raise OutOfMemoryError(
+                raise self._extents.no_room(
                     f"no {count} consecutive extents left for {size} bytes; free sequences or caches, or "
                     "open the device with a larger capacity_bytes"
                 )
@@ -331,7 +341,7 @@ class Pages:
                     break
             else:
                 self.give(np.delete(pages, missing[at:]))
-                raise OutOfMemoryError(
+                raise self._extents.no_room(
                     f"the device has no room for {count} pages of {self.page_bytes} bytes; free sequences "
                     "or caches, or open it with a larger capacity_bytes"
                 )

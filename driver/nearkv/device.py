@@ -31,6 +31,7 @@ from .errors import ArgumentError, ClosedError, UnknownHandleError, VersionError
 from .formats import Blocks, Dtype, Pair, chosen_format, needs_of
 from .heads import GivenHeads
 from .memory_use import MemoryUse
+from .owner import Owner
 from .stats import AttentionTotals, Stats, read_stats
 from .streams import Stream
 from .tenant import Tenant
@@ -268,6 +269,12 @@ class Device:
             if cache.belongs_to(of):
                 cache.abandon()
         of.release_all()
+
+    @property
+    def owner(self) -> Owner:
+        """Quotas of tenants, and the log of what they tried; for who owns the device."""
+        self._check_open()
+        return Owner(self._port, self.config)
 
     def wrap_port(self, wrap: Callable[[Port], Port]) -> None:
         """Have everything pass through another port from now on; for faults and for measuring."""

@@ -17,7 +17,15 @@ from nearkv_sim.port import Access, Addresses, Lines, Operation, Port, Read, Rea
 
 from .allocator import Arena, Extents, Pages, Run
 from .codec import one, record_line
-from .errors import AccessError, DeviceError, DeviceResetError, OutOfMemoryError, ProtocolError, VersionError
+from .errors import (
+    AccessError,
+    DeviceError,
+    DeviceResetError,
+    OutOfMemoryError,
+    ProtocolError,
+    QuotaError,
+    VersionError,
+)
 from .memory_use import MemoryUse
 from .queued_port import QueuedPort
 from .ring import CommandRing, Completions
@@ -34,6 +42,8 @@ _DEPTH = 8
 """Calls under way at most in a tenant's own stream."""
 
 _PLAIN = Feature(0)
+_NOT_TO_BE_HAD = (Status.EXTENT_TAKEN, Status.EXTENT_BUSY, Status.OVER_QUOTA)
+"""How a claim may end that is no fault."""
 
 
 class Tenant:
@@ -87,6 +97,7 @@ class Tenant:
         self._lanes: list[int] = []
         self._lanes_made = 0
         self.moves = 0
+        self._at_quota = False
         owned = self._owned_extents() if self.ring.posted else []
         self.extents = Extents(
             self._claim,
@@ -94,6 +105,8 @@ class Tenant:
             channels=config.slices,
             in_use=frozenset(owned),
             any_free=self._any_free,
+            at_quota=lambda: self._at_quota,
+            no_room=self._no_room,
         )
         self.arena = Arena(self.extents)
         self._chain: list[int] = []
@@ -371,20 +384,32 @@ class Tenant:
 
     def _claim(self, runs: Sequence[Run]) -> list[bool]:
         """Claim runs of extents; which of them are the tenant's now."""
-        completions = self._post_runs(
-            Opcode.CLAIM_EXTENTS, runs, may_be=(Status.EXTENT_TAKEN, Status.EXTENT_BUSY)
-        )
+        completions = self._post_runs(Opcode.CLAIM_EXTENTS, runs, may_be=_NOT_TO_BE_HAD)
+        self._at_quota = bool((completions.status == Status.OVER_QUOTA).any())
         owned: list[bool] = (completions.status == Status.OK).tolist()
         return owned
 
     def _any_free(self, wait: bool) -> bool:
         """See `Extents`."""
         counters = self.ring.extent_counters()
+        self._at_quota = counters["owned"] >= counters["quota"]
+        if self._at_quota:
+            return False
         if not wait:
             return counters["free"] > 0
         if counters["scrubbing"]:
             self.ring.wait_for_scrub()
         return counters["scrubbing"] > 0
+
+    def _no_room(self, text: str) -> OutOfMemoryError:
+        """The error for a lack of memory, whose text says what there is no room for."""
+        if not self._at_quota:
+            return OutOfMemoryError(text)
+        counters = self.ring.extent_counters()
+        return QuotaError(
+            f"{text}; tenant {self.aperture} may own {counters['quota']} extents of {EXTENT_BYTES >> 20} MiB "
+            f"and owns {counters['owned']}: free sequences or caches, or have the device's owner raise that"
+        )
 
     def _post_runs(self, opcode: Opcode, runs: Sequence[Run], may_be: Collection[Status] = ()) -> Completions:
         """Post a descriptor for each run of extents; DeviceError for a status that it may not end with."""
@@ -412,9 +437,10 @@ class Tenant:
         """Claim the first extent and write the root record into its first line."""
         extent = self.extents.take_run(1)
         if extent is None:
-            raise OutOfMemoryError(
-                f"tenant {self.aperture}: other tenants own all {self.config.extents} extents"
-            )
+            text = f"tenant {self.aperture} has no extent"
+            if not self._at_quota:
+                text = f"tenant {self.aperture}: other tenants own all {self.config.extents} extents"
+            raise self._no_room(text)
         root = extent * EXTENT_BYTES
         self.arena.give(root + LINE_BYTES, EXTENT_BYTES - LINE_BYTES)
         self._root = root

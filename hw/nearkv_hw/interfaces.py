@@ -14,9 +14,12 @@ from .abi.descriptor import MAX_CANDIDATES, Status
 from .abi.formats import OutputForm
 from .abi.lines import LINE_BITS, LINE_BYTES
 from .abi.numerics import LIMB_BITS, MAX_ROWS, SCORE_LIMIT, TOP_BITS
+from .abi.owner import Violation
 
 LINE_ADDRESS_BITS = 34
 """Line addresses of a device of at most 1 TiB."""
+EXTENTS_BITS = 21
+"""A number of extents of such a device."""
 TENANT_BITS = 3
 REQUEST_ID_BITS = 20
 """Room for a CXL tag and LD-ID, which the endpoint's requests carry as their id."""
@@ -99,6 +102,14 @@ class OwnerResponse(data.Struct):
     owned: 1
     tenant: TENANT_BITS
     scrubbing: 1  # nobody's, but not zero yet
+
+
+class Refusal(data.Struct):
+    """An access that was refused to its tenant."""
+
+    line: LINE_ADDRESS_BITS
+    tenant: TENANT_BITS
+    kind: Violation
 
 
 class UnitJob(data.Struct):

@@ -163,8 +163,8 @@ COMPLETION = Layout(
     Field(
         "detail",
         64,
-        "page index at fault; for a refused claim, the first extent that cannot be had; for a release, how "
-        "many extents it gave back",
+        "page index at fault; for a refused claim, the first extent that cannot be had, or the quota; for a "
+        "release, how many extents it gave back",
     ),
 )
 
@@ -212,6 +212,9 @@ class Status(IntEnum):
     EXTENT_BUSY = 19
     """An extent of the claim was given back and is not zero yet; nothing was claimed; `detail` is that
     extent."""
+    OVER_QUOTA = 20
+    """With the claim the tenant would own more extents than it may; nothing was claimed; `detail` is how many
+    it may."""
 
 
 MIN_PAGE_ROWS_LOG2 = 2

@@ -98,8 +98,10 @@ EXTENT_COUNTERS = Layout(
     Field("scrubbing", 64, "extents that were given back and are not zero yet"),
     Field("free", 64, "extents that a claim can have"),
     Field("scrub_lines", 64, "lines that zeros were written over since reset"),
+    Field("owned", 64, "extents that the window's tenant owns"),
+    Field("quota", 64, "extents that it may own"),
 )
-"""Of the device's extents."""
+"""Of the device's extents, but for what is said to be the tenant's."""
 
 CHANNEL_COUNTERS = Layout(
     "channel counters",

@@ -9,7 +9,17 @@ from ..abi.descriptor import MAX_CANDIDATES
 from ..abi.lines import LINE_BYTES
 from ..common.buffer import Buffer
 from ..common.fork import Fork
-from ..interfaces import Bound, FabricPort, OwnerPort, PageItem, QueryLine, ResultJob, Snoop, UnitJob
+from ..interfaces import (
+    EXTENTS_BITS,
+    Bound,
+    FabricPort,
+    OwnerPort,
+    PageItem,
+    QueryLine,
+    ResultJob,
+    Snoop,
+    UnitJob,
+)
 from .admit import Admit
 from .check import Check
 from .claim import Claimer
@@ -51,6 +61,7 @@ class Walker(wiring.Component):
     fabric : Out(FabricPort) : reads of headers, page tables, queries and lists; writes of the lists of
         selected pages.
     owners : Out(OwnerPort).array(slices) : the slices' owner tables, for claims and releases.
+    quotas, holdings : In, Out(EXTENTS_BITS) x apertures : extents that each tenant may own, and does own.
     jobs, queries, pages : Out(stream(UnitJob | QueryLine | PageItem)).array(units) : for each unit.
     bounds : In(stream(Bound)).array(units) : from each unit, in passes of bounds.
     results : Out(stream(ResultJob)) : for the results side.
@@ -97,6 +108,8 @@ class Walker(wiring.Component):
                 "descriptors": In(stream.Signature(Posted)),
                 "fabric": Out(FabricPort()),
                 "owners": Out(OwnerPort()).array(slices),
+                "quotas": In(EXTENTS_BITS).array(config.apertures),
+                "holdings": Out(EXTENTS_BITS).array(config.apertures),
                 "jobs": Out(stream.Signature(UnitJob)).array(units),
                 "queries": Out(stream.Signature(QueryLine)).array(units),
                 "pages": Out(stream.Signature(PageItem)).array(units),
@@ -121,7 +134,14 @@ class Walker(wiring.Component):
         m.submodules.check = check = Check(capacity_lines=capacity_lines, units=config.units)
         m.submodules.planner = planner = Planner(candidates=self.candidates)
         m.submodules.admit = admit = Admit(queries=config.queries)
-        m.submodules.claimer = claimer = Claimer(slices=config.slices, extents=config.extents)
+        m.submodules.claimer = claimer = Claimer(
+            slices=config.slices, extents=config.extents, apertures=config.apertures
+        )
+        for n in range(config.apertures):
+            m.d.comb += [
+                claimer.quotas[n].eq(self.quotas[n]),
+                self.holdings[n].eq(claimer.holdings[n]),
+            ]
 
         wiring.connect(m, wiring.flipped(self.descriptors), check.i)
         wiring.connect(m, check.o, planner.i)

@@ -6,11 +6,14 @@ from amaranth.lib.wiring import In, Out
 
 from ..abi import DeviceConfig, cxl, window
 from ..abi.lines import LINE_BYTES, LINE_SHIFT
+from ..abi.owner import OWNER_BYTES, OWNER_OFFSET
 from ..interfaces import LINE_ADDRESS_BITS, REQUEST_ID_BITS, TENANT_BITS
 
 _OPCODE_BITS = cxl.M2S_REQ["opcode"].width
 _ADDRESS_BITS = cxl.M2S_REQ["address"].width
 _WINDOW_LINES = window.WINDOW_BYTES // LINE_BYTES
+_END_LINE = (OWNER_OFFSET + OWNER_BYTES) // LINE_BYTES
+"""The owner's page follows the window of aperture 0."""
 
 
 class Message(data.Struct):
@@ -27,7 +30,8 @@ class Access(data.Struct):
     """A message that was understood. At most one of `memory` and `window`; with neither the endpoint answers
     itself.
 
-    `line` is of the device or of the window. `drs`: the host waits for data, else for a completion.
+    `line` is of the device, or of the window and the owner's page behind it. `drs`: the host waits for data,
+    else for a completion.
     """
 
     memory: 1
@@ -101,7 +105,7 @@ class Decoder(wiring.Component):
         m.d.comb += [
             exists.eq(aperture < self.config.apertures),
             in_memory.eq(exists & ~upper),
-            in_window.eq(exists & upper & (offset < _WINDOW_LINES)),
+            in_window.eq(exists & upper & (offset < Mux(aperture == 0, _END_LINE, _WINDOW_LINES))),
         ]
 
         def req_is(opcodes):
@@ -122,7 +126,7 @@ class Decoder(wiring.Component):
             access.partial.eq(message.opcode == cxl.M2SRwDOp.MEM_WR_PTL),
             access.poison.eq(message.poison),
             access.tenant.eq(aperture),
-            access.line.eq(Mux(upper, offset[: (_WINDOW_LINES - 1).bit_length()], offset)),
+            access.line.eq(Mux(upper, offset[: (_END_LINE - 1).bit_length()], offset)),
             access.id.eq(message.id),
             self.o.valid.eq(self.i.valid & ~drops),
             self.i.ready.eq(self.o.ready | drops),

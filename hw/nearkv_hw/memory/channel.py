@@ -10,6 +10,7 @@ from ..abi import DeviceConfig
 from ..abi.config import Placement
 from ..abi.dram import Dram
 from ..abi.lines import LINE_BITS
+from ..abi.owner import Violation
 from ..common.arbiter import RoundRobin
 from ..common.buffer import Buffer
 from ..common.reorder import Reorder
@@ -20,8 +21,10 @@ from ..interfaces import (
     FabricResponse,
     Fault,
     OwnerPort,
+    Refusal,
     UnitMemory,
 )
+from .audit import Reporter
 from .backend import fabric_access, unit_access, write_answer
 from .dram.memory import COUNTERS as MEMORY_COUNTERS
 from .dram.memory import DramMemory
@@ -78,6 +81,9 @@ class MemoryChannel(wiring.Component):
     owner : In(OwnerPort) : look-ups, claims and releases of extents of the channel.
     scrubbing, free : Out : extents that were given back and are not zero yet, and free ones.
     scrub_lines : Out(64) : lines that zeros were written over.
+    refused : Out(stream(Refusal)).array : reports of refused accesses, one stream for each check of the owner
+        table; `line` is of the channel.
+    missed, forget : Out, In(1) : see `Reporter`; a bit of `missed` for each.
     fabric_reads, fabric_writes : Out(64) : lines read and written for the fabric, refused ones not counted.
     conflicts : Out(64) : cycles in which unit and fabric both had a request.
     blocked_cycles : Out(64) : cycles in which a request of unit or fabric found no room.
@@ -104,9 +110,18 @@ class MemoryChannel(wiring.Component):
                 "scrubbing": Out(range(config.slice_extents + 1)),
                 "free": Out(range(config.slice_extents + 1)),
                 "scrub_lines": Out(64),
+                "refused": Out(stream.Signature(Refusal)).array(self.reports),
+                "missed": Out(self.reports),
+                "forget": In(1),
                 **{name: Out(64) for name in counters},
             }
         )
+
+    @property
+    def reports(self):
+        """Streams of reports."""
+        # a unit at the PHY does not share the controller's front
+        return 2 if self.config.placement is Placement.PHY else 1
 
     path_cycles = 2 + Reorder.latency_cycles
     """Cycles of an access outside the memory: check, buffer, and the way back."""
@@ -131,8 +146,8 @@ class MemoryChannel(wiring.Component):
         else:
             memory = DramMemory(channel=self.channel, config=config, slot_bits=bits)
         m.submodules.memory = memory
-        apart = config.placement is Placement.PHY  # a unit there does not share the controller's front
-        m.submodules.owners = owners = OwnerTable(config=config, checks=2 if apart else 1)
+        apart = self.reports == 2
+        m.submodules.owners = owners = OwnerTable(config=config, checks=self.reports)
         wiring.connect(m, wiring.flipped(self.owner), owners.port)
 
         m.submodules.scrubber = scrubber = Scrubber(extents=config.slice_extents)
@@ -236,6 +251,20 @@ class MemoryChannel(wiring.Component):
             with m.Elif(~allowed):
                 m.d.comb += fault.eq(Fault.DENIED)
             good = fault == Fault.NONE
+            m.submodules[f"reporter_{n}"] = reporter = Reporter()
+            wiring.connect(m, reporter.o, wiring.flipped(self.refused[n]))
+            refusal = reporter.i.refusal
+            m.d.comb += [
+                reporter.i.valid.eq(whose.any() & (fault == Fault.DENIED)),
+                refusal.line.eq(stage.line),
+                refusal.tenant.eq(stage.tenant),
+                refusal.kind.eq(Mux(stage.write, Violation.WRITE, Violation.READ)),
+                reporter.forget.eq(self.forget),
+                self.missed[n].eq(reporter.missed),
+            ]
+            if clients[0][0] is self.unit.request:
+                with m.If(whose[0]):
+                    m.d.comb += refusal.kind.eq(Violation.UNIT_READ)
             for k, (_, client) in enumerate(clients):
                 m.d.comb += [
                     client.checked.eq(whose[k]),

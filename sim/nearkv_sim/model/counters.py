@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig
 from nearkv_hw.abi.config import Placement
-from nearkv_hw.abi.window import CHANNEL_COUNTERS, DEVICE_COUNTERS, EXTENT_COUNTERS, MEMORY_COUNTERS
+from nearkv_hw.abi.window import CHANNEL_COUNTERS, DEVICE_COUNTERS, MEMORY_COUNTERS
 
 
 class Counters:
@@ -17,14 +17,14 @@ class Counters:
     Members
     -------
     device : the fields of DEVICE_COUNTERS.
-    extents : those of EXTENT_COUNTERS, as of the last `Memory.settle`.
+    extents : those of EXTENT_COUNTERS that are of all tenants, as of the last `Memory.settle`.
     channels : those of CHANNEL_COUNTERS, int64 [slices] each.
     memory : those of MEMORY_COUNTERS, int64 [slices] each; all but lines corrected and lost stay zero.
     """
 
     def __init__(self, config: DeviceConfig) -> None:
         self.device = {field.name: 0 for field in DEVICE_COUNTERS if not field.reserved}
-        self.extents = {field.name: 0 for field in EXTENT_COUNTERS if not field.reserved}
+        self.extents = dict.fromkeys(("scrubbing", "free", "scrub_lines"), 0)
         self.channels: dict[str, npt.NDArray[np.int64]] = {
             field.name: np.zeros(config.slices, dtype=np.int64) for field in CHANNEL_COUNTERS
         }

@@ -7,8 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 from nearkv_hw.abi import DeviceConfig, Feature, Opcode, Status
+from nearkv_hw.abi.config import Placement
 from nearkv_hw.abi.descriptor import ATTEND, CLAIM, COMPLETION
 from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.owner import Violation
 
 from ..columns import column
 from ..port import Lines
@@ -18,7 +20,7 @@ from .counters import Counters
 from .job import Job, Refusal, check, opcode_of
 from .kernels import Attend
 from .lists import see
-from .memory import SCRUBBING, LineIndices, Memory
+from .memory import LineIndices, Memory
 from .native import Native
 from .plain import Kind, Plain, PlainJobs
 from .segments import Segments, lines_of, segments, spoilt
@@ -223,7 +225,7 @@ class Engine:
         """Count the lines of a job's rows, in pages with these first lines, and note its work."""
         config, counters = self._config, self._counters
         lines = lines_of(job, parts) * len(passes)
-        counters.device["violations"] += int(lines[~self.memory.allowed(first_lines, job.tenant)].sum())
+        self._refuse(first_lines, lines, job.tenant)
         # as doubles, which hold the counts of 2^23 rows exactly
         streamed = np.bincount(self.memory.channels_of(first_lines), lines, config.slices).astype(np.int64)
         counters.stream(streamed)
@@ -239,13 +241,19 @@ class Engine:
         """Count the lines of the summaries that a selection reads, in passes of their own."""
         config, counters = self._config, self._counters
         lines = np.full(len(first_lines), 2 * job.layout.summary_lines * len(passes))
-        counters.device["violations"] += int(lines[~self.memory.allowed(first_lines, job.tenant)].sum())
+        self._refuse(first_lines, lines, job.tenant)
         channels = self.memory.channels_of(first_lines)
         counters.stream(np.bincount(channels, lines, config.slices).astype(np.int64))
         for queries in passes:
             counters.channels["partial_beats"] += timing.partial_beats(config, queries, 1)
         batch.passes[index] = len(passes)
         batch.lines[index] += lines.sum()
+
+    def _refuse(self, first_lines: LineIndices, lines: LineIndices, tenant: int) -> None:
+        """Count and log the lines of pages, with these first ones, that units are refused."""
+        denied = ~self.memory.allowed(first_lines, tenant)
+        kind = Violation.READ if self._config.placement is Placement.FABRIC else Violation.UNIT_READ
+        self.memory.refuse(first_lines[denied], tenant, kind, lines[denied])
 
     def _own(self, opcode: Opcode, fields: dict[str, int], tenant: int) -> int:
         """Do a claim or a release; the detail of its record."""
@@ -254,11 +262,10 @@ class Engine:
             raise Refusal(Status.BAD_EXTENT)
         if opcode is Opcode.RELEASE_EXTENTS:
             return self.memory.release(first, count, tenant)
-        taken = self.memory.claim(first, count, tenant)
-        if taken is None:
-            return 0
-        busy = self.memory.owners[taken] == SCRUBBING
-        raise Refusal(Status.EXTENT_BUSY if busy else Status.EXTENT_TAKEN, taken)
+        status, detail = self.memory.claim(first, count, tenant)
+        if status is not Status.OK:
+            raise Refusal(status, detail)
+        return detail
 
     def _finish(self, batch: _Batch) -> None:
         """Compute the other good jobs, write all results in order, and count what the batch came to."""

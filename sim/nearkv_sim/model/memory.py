@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from nearkv_hw.abi import DeviceConfig
+from nearkv_hw.abi import DeviceConfig, Status
 from nearkv_hw.abi.config import EXTENT_SHIFT, SCRUB_INTERVAL_CYCLES
 from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.mailbox import PoisonSource
+from nearkv_hw.abi.owner import Violation
 
 from ..port import Lines
+from .audit import OwnerPage
 from .counters import Counters
 
 LineIndices = npt.NDArray[np.int64]
@@ -49,6 +51,7 @@ class Memory:
     -------
     lines : uint8 [lines, 64], the image itself, unchecked.
     owners : int8 [extents], the tenant, NOBODY, WITHHELD or SCRUBBING.
+    page : the owner's page.
     """
 
     def __init__(self, config: DeviceConfig, counters: Counters) -> None:
@@ -64,6 +67,7 @@ class Memory:
         self._found: set[int] = set()
         self._channels = config.slices
         self._counters = counters
+        self.page = OwnerPage(config, counters)
         self._scrubbing: dict[int, int] = {}
         """Extents that were given back, and the device's cycle in which each is free."""
 
@@ -77,12 +81,18 @@ class Memory:
         allowed = self.allowed(lines, tenant)
         touched = lines
         if not allowed.all():
-            violations = ~allowed & (lines < len(self.lines))
-            self._counters.device["violations"] += int(np.count_nonzero(violations))
+            kind = Violation.READ if counter == "fabric_reads" else Violation.WRITE
+            self.refuse(lines[~allowed & (lines < len(self.lines))], tenant, kind)
             touched = lines[allowed]
         channels = self.channels_of(touched)
         self._counters.channels[counter] += np.bincount(channels, minlength=self._channels)
         return allowed
+
+    def refuse(self, lines: LineIndices, tenant: int, kind: Violation, each: int | LineIndices = 1) -> None:
+        """Count violations, for each of these lines so many, and log them."""
+        if len(lines):
+            self._counters.device["violations"] += int(np.broadcast_to(each, lines.shape).sum())
+            self.page.report(lines, tenant, kind)
 
     def read(self, lines: LineIndices, tenant: int) -> tuple[Lines, Mask]:
         """Lines [n, 64], zero where the tenant may not read, and where it may."""
@@ -225,15 +235,20 @@ class Memory:
             if all_bytes:
                 self._bad.discard(line)
 
-    def claim(self, first: int, count: int, tenant: int) -> int | None:
-        """Give extents to a tenant, all or none; the first that it cannot have; None if given."""
+    def claim(self, first: int, count: int, tenant: int) -> tuple[Status, int]:
+        """Give extents to a tenant, all or none; how that ends, as a completion record says it."""
         self.settle()
         owners = self.owners[first : first + count]
-        taken = np.flatnonzero((owners != NOBODY) & (owners != tenant))
+        fresh = owners != tenant
+        taken = np.flatnonzero((owners != NOBODY) & fresh)
         if len(taken):
-            return first + int(taken[0])
+            busy = owners[taken[0]] == SCRUBBING
+            return Status.EXTENT_BUSY if busy else Status.EXTENT_TAKEN, first + int(taken[0])
+        quota = self.page.quotas[tenant]
+        if int(np.count_nonzero(self.owners == tenant)) + int(np.count_nonzero(fresh)) > quota:
+            return Status.OVER_QUOTA, quota
         owners[:] = tenant
-        return None
+        return Status.OK, 0
 
     def release(self, first: int, count: int, tenant: int) -> int:
         """Take those of the extents that a tenant owns back from it; how many there are.

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig, Feature
 from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
+from nearkv_hw.abi.owner import OWNER_BYTES, OWNER_OFFSET
 from nearkv_hw.abi.window import WINDOW_BYTES
 
 from ..events import ALL, CAPACITY, EventKind
@@ -133,9 +134,9 @@ class ModelPort:
         """New memory and new command windows; counters go on."""
         config = self.config
         self._engine = Engine(config, self._counters, self._attend, self.features)
-        settle = self._engine.memory.settle
+        memory = self._engine.memory
         self._windows = [
-            CommandWindow(config, a, self.features, self._counters, settle) for a in range(config.apertures)
+            CommandWindow(config, a, self.features, self._counters, memory) for a in range(config.apertures)
         ]
 
     def _open_engine(self) -> Engine:
@@ -239,6 +240,8 @@ class _Area(NamedTuple):
 
 
 _EVERY = slice(None)
+_END_BYTES = OWNER_OFFSET + OWNER_BYTES
+"""The owner's page follows the window of aperture 0."""
 
 
 def _areas(addresses: Addresses, config: DeviceConfig) -> list[_Area]:
@@ -253,13 +256,14 @@ def _areas(addresses: Addresses, config: DeviceConfig) -> list[_Area]:
         if np.maximum.reduce(offsets) < capacity:
             return [_Area(aperture, False, _EVERY, offsets.view(np.int64))]
         offsets -= np.uint64(capacity)
-        if np.maximum.reduce(offsets) < WINDOW_BYTES:
+        if np.maximum.reduce(offsets) < (WINDOW_BYTES if aperture else _END_BYTES):
             return [_Area(aperture, True, _EVERY, offsets.view(np.int64))]
     places = addresses.astype(np.int64)  # of at most 52 bits
     apertures, within = np.divmod(places, config.aperture_bytes)
     inside = apertures < config.apertures
     memory = inside & (within < capacity)
-    window = inside & ~memory & (within < capacity + WINDOW_BYTES)
+    end = np.where(apertures == 0, _END_BYTES, WINDOW_BYTES)
+    window = inside & ~memory & (within < capacity + end)
     found = []
     for aperture in np.unique(apertures[memory]).tolist():
         some = np.flatnonzero(memory & (apertures == aperture))

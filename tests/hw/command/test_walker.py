@@ -31,7 +31,7 @@ from nearkv_hw.interfaces import (
 )
 from nearkv_sim.cocotb.payload import pack
 from nearkv_sim.cocotb.runner import parameters, run
-from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
+from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start, value
 from walker_jobs import (
     CAPACITY_BYTES,
     lines_of,
@@ -155,6 +155,8 @@ class Bench:
         for n in range(config.slices):
             getattr(dut, f"snoops_{n}").value = 0
         dut.flush.value = 0
+        for n in range(config.apertures):
+            getattr(dut, f"quotas_{n}").value = memory.quotas[n]
         cocotb.start_soon(self.serve_fabric())
         for n in range(config.slices):
             asked = StreamSink(dut, f"owners_{n}_request", shape=OwnerRequest, **sink)
@@ -215,6 +217,7 @@ class Bench:
 
     async def check(self, posted):
         """Post descriptors and compare everything that leaves the walker."""
+        self.memory.holdings.update(enumerate(self.holdings()))
         reference = Reference(self.config, copy.deepcopy(self.memory), CANDIDATES)
         for item in posted:
             reference.take(item)
@@ -238,13 +241,19 @@ class Bench:
         left = [*self.jobs, *self.queries, *self.pages, self.results, self.query_outcomes, self.page_outcomes]
         assert not any(len(sink) for sink in left)
         assert self.memory.owners == reference.memory.owners
+        assert self.holdings() == [reference.memory.holdings[n] for n in range(self.config.apertures)]
         return sent
+
+    def holdings(self):
+        """Extents that each tenant has claimed."""
+        return [value(getattr(self.dut, f"holdings_{n}")) for n in range(self.config.apertures)]
 
 
 @cocotb.test()
 async def sends_what_the_layouts_say(dut):
     config, rng = config_of_run(), random("scenario")
     memory = random_memory(config, rng)
+    memory.quotas[1] = 4
     dut.retired.value = 0
     await start(dut)
     bench = Bench(dut, config, memory, idle=0.3, backpressure=0.4, latency_cycles=(2, 60))
