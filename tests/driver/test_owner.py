@@ -173,3 +173,14 @@ def test_hosts_of_a_served_device_are_not_its_owner(tmp_path):
             device.owner.set_quota(0, 0)
         assert device.kv_cache(**SHAPE).sequences == []
     server.close()
+
+
+def test_quotas_outlive_an_erasure(model):
+    """Memory and tenants are gone; what the owner said and has to read is not."""
+    tenant = model.kv_cache(**SHAPE, tenant=1)._tenant
+    model.owner.set_quota(1, 8 * MIB)
+    tenant.run([Read(tenant.hosts(np.array([9 * EXTENT_BYTES], np.uint64)))])
+    model._port.maintenance.erase()
+    assert model.owner.quotas()[1] == 8 * MIB
+    assert model.owner.holdings() == [0, 0]
+    assert [record.address for record in model.owner.audit()] == [9 * EXTENT_BYTES]
