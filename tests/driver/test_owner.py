@@ -35,7 +35,7 @@ def test_a_quota_holds_and_is_said(device, owner):
     assert held >= device.memory(1).owned_bytes
     assert owner.quotas() == [device.config.capacity_bytes] * 2
     owner.set_quota(1, held + 2 * MIB)
-    big = context(30_000, 2, 40, 40, seed=2)
+    big = context(16_000, 2, 40, 40, seed=2)
     with pytest.raises(
         QuotaError, match=rf"may own {(held >> 20) + 2} extents of 1 MiB and owns {(held >> 20) + 2}"
     ):
@@ -55,7 +55,7 @@ def test_a_quota_holds_and_is_said(device, owner):
     assert (completions.status[0], completions.detail[0]) == (Status.OVER_QUOTA, 0)
     owner.set_quota(1, device.config.capacity_bytes)
     kv.append(handle, layer=0, k=big[0], v=big[1])
-    assert kv.length(handle) == 30_020
+    assert kv.length(handle) == 16_020
     kv.close()
 
 
