@@ -119,7 +119,8 @@ class Owner:
     def audit(self) -> list[AuditRecord]:
         """What tenants tried since the last call, the first first; `lost` tells how much more there was.
 
-        Of one tenant, extent and kind of access there is one record in a call.
+        Of one tenant, extent and kind of access there is one record in a call. A violation is in the log some
+        600 device cycles later at most.
         """
         state = AUDIT.unpack(self._read(AUDIT_LINE)[0])
         numbers = range(state["read"], state["recorded"])
