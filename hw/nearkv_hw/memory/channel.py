@@ -262,9 +262,10 @@ class MemoryChannel(wiring.Component):
                 reporter.forget.eq(self.forget),
                 self.missed[n].eq(reporter.missed),
             ]
-            if clients[0][0] is self.unit.request:
-                with m.If(whose[0]):
-                    m.d.comb += refusal.kind.eq(Violation.UNIT_READ)
+            for k, (_, client) in enumerate(clients):
+                if "write" not in client.shape.members:  # the unit
+                    with m.If(whose[k]):
+                        m.d.comb += refusal.kind.eq(Violation.UNIT_READ)
             for k, (_, client) in enumerate(clients):
                 m.d.comb += [
                     client.checked.eq(whose[k]),

@@ -12,6 +12,7 @@ from memory_model import ALL, EXTENT_LINES, MemoryModel, random_enable
 from nearkv_hw.abi import configure
 from nearkv_hw.abi.config import SCRUB_INTERVAL_CYCLES, SCRUB_PATIENCE_CYCLES
 from nearkv_hw.abi.dram import Dram
+from nearkv_hw.abi.owner import Violation
 from nearkv_hw.interfaces import (
     FabricRequest,
     FabricResponse,
@@ -20,6 +21,7 @@ from nearkv_hw.interfaces import (
     OwnerResponse,
     ReadRequest,
     ReadResponse,
+    Refusal,
 )
 from nearkv_hw.memory.channel import OUTSTANDING, MemoryChannel
 from nearkv_hw.memory.store import Store
@@ -87,6 +89,15 @@ class Bench:
         )
         self.owner = StreamSource(dut, "owner_request", shape=OwnerRequest, idle=idle)
         self.owner_answers = StreamSink(dut, "owner_response", shape=OwnerResponse, backpressure=backpressure)
+
+        ports = [n for n in range(2) if hasattr(dut, f"refused_{n}_valid")]
+        self.reports = [StreamSink(dut, f"refused_{n}", shape=Refusal) for n in ports]
+
+    async def told(self):
+        """What was reported: tenant, extent and kind."""
+        await cycles(self.dut, 50)
+        reports = [report for sink in self.reports for report in await sink.receive(len(sink))]
+        return {(r["tenant"], r["line"] // EXTENT_LINES, Violation(r["kind"])) for r in reports}
 
     async def claim(self, extent, tenant):
         self.owner.send([{"extent": extent, "tenant": tenant, "claim": 1}])
@@ -230,6 +241,9 @@ async def refused_accesses_return_and_change_nothing(dut):
         assert await bench.write(beyond, 0, 4) == Fault.OUTSIDE
     assert await bench.read(line, 4) == (Fault.NONE, secret)
     assert bench.counters()["violations"] == 1 + 7 * 4 + 2
+    reported = {(tenant, 1, kind) for tenant in (0, 1, 2, 3, 5, 6, 7) for kind in Violation}
+    assert await bench.told() == reported | {(4, 0, Violation.READ), (4, 0, Violation.UNIT_READ)}
+    assert value(dut.missed) == 0
     assert (bench.counters()["fabric_reads"], bench.counters()["fabric_writes"]) == (3, 1)
 
 
