@@ -1,13 +1,13 @@
 """Where things lie in a tenant's memory. Pure bookkeeping: nothing here reads or writes the device.
 
-Extents come from a `claim` function and are kept for good. Pages of one size share extents of one channel
-(`Pages`); everything else, tables and staging areas, lies in an arena of runs (`Arena`).
+Extents come from a `claim` function and are kept until `Extents.release`. Pages of one size share extents of
+one channel (`Pages`); everything else, tables and staging areas, lies in an arena of runs (`Arena`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
 
@@ -18,8 +18,12 @@ from nearkv_hw.abi.lines import LINE_BYTES, lines_of
 
 from .errors import OutOfMemoryError
 
-Claim = Callable[[int, int], int | None]
-"""Claim `count` extents from `first` on: None when they are the tenant's now, else the first taken."""
+Run = tuple[int, int]
+"""Consecutive extents: the first, and how many."""
+Claim = Callable[[Sequence[Run]], Sequence[bool]]
+"""Claim runs, each as a whole or not at all: which of them are the tenant's now."""
+_TRIES = 32
+"""Extents that were not to be had before and are claimed at once."""
 
 
 class Extents:
@@ -30,6 +34,10 @@ class Extents:
     claim : takes extents on the device.
     extents, channels : of the device; consecutive extents lie in consecutive channels.
     in_use : extents that the tenant owned before and that hold what this driver did not write.
+    any_free : whether any extent of the device is nobody's, and when it is called with True, whether some
+        became so, which it waits for as long as the device is about it.
+    at_quota : whether the last claims were refused because the tenant owns as much as it may.
+    no_room : makes an error for lack of memory from its text.
 
     Members
     -------
@@ -37,9 +45,20 @@ class Extents:
     """
 
     def __init__(
-        self, claim: Claim, *, extents: int, channels: int, in_use: frozenset[int] = frozenset()
+        self,
+        claim: Claim,
+        *,
+        extents: int,
+        channels: int,
+        in_use: frozenset[int] = frozenset(),
+        any_free: Callable[[bool], bool] = lambda wait: not wait,
+        at_quota: Callable[[], bool] = lambda: False,
+        no_room: Callable[[str], OutOfMemoryError] = OutOfMemoryError,
     ) -> None:
+        self.no_room = no_room
+        self._at_quota = at_quota
         self._claim = claim
+        self._any_free = any_free
         self._extents = extents
         self._channels = channels
         self._in_use = in_use
@@ -47,7 +66,9 @@ class Extents:
         self._free: set[int] = set()
         self._rising: list[list[int]] = [[] for _ in range(channels)]
         """Per channel a heap of free extents; those that were taken in a run are still in it."""
-        self._added: set[int] = set()
+        self._missed: set[int] = set()
+        """Extents that were tried in vain, or given back."""
+        self._closed = False
         self.owned = 0
 
     @property
@@ -55,15 +76,23 @@ class Extents:
         """Extents that are claimed and hold nothing."""
         return len(self._free)
 
-    def added(self, extents: range) -> None:
-        """Extents have become memory of the device: those that were tried in vain are tried once more."""
-        self._added.update(e for e in extents if e < self._next and e not in self._free)
-
     def removed(self, extents: range) -> None:
-        """Extents are no longer memory of the device: they are not given out."""
-        self.owned -= len(self._free.intersection(extents))
-        self._free.difference_update(extents)
-        self._added.difference_update(extents)
+        """Extents are the tenant's no longer, if they were: they are not given out until they can be had."""
+        gone = self._free.intersection(extents)
+        self.owned -= len(gone)
+        self._free -= gone
+        self._missed |= gone
+
+    def release(self) -> list[Run]:
+        """Give all free extents out of hand, for the device to take back."""
+        runs: list[Run] = []
+        for extent in sorted(self._free):
+            if runs and sum(runs[-1]) == extent:
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
+            else:
+                runs.append((extent, 1))
+        self.removed(range(self._extents))
+        return runs
 
     def take(self, channel: int) -> int | None:
         """An extent of a channel, or None when there is none left."""
@@ -74,7 +103,7 @@ class Extents:
                 if found in self._free:
                     self._free.remove(found)
                     return found
-            if not self._grow(self._channels - self._next % self._channels):
+            if not self._grow(self._channels - self._next % self._channels, channel):
                 return None
 
     def take_near(self, channel: int) -> int | None:
@@ -103,13 +132,11 @@ class Extents:
     @contextmanager
     def no_more(self) -> Iterator[None]:
         """Within the block no extent is claimed."""
-        before, self._extents = self._extents, self._next
-        added, self._added = self._added, set()
+        before, self._closed = self._closed, True
         try:
             yield
         finally:
-            self._extents = before
-            self._added |= added
+            self._closed = before
 
     def adopt(self, owned: Iterable[int], used: Container[int]) -> None:
         """Take over what an earlier session of the tenant claimed; what is not used is free."""
@@ -119,24 +146,51 @@ class Extents:
             if extent not in used:
                 self.give(extent)
 
-    def _grow(self, count: int) -> bool:
-        """Claim some of the next `count` extents, skipping what is taken; False at the end of the memory."""
-        first = self._next
-        last = min(first + count, self._extents)
-        wanted = [e for e in range(first, last) if e not in self._in_use]
-        self._next = last
-        if not wanted:
-            if first < self._extents or not self._added:
-                return first < self._extents
-            wanted, self._added = sorted(self._added), set()
-        if len(wanted) == wanted[-1] - wanted[0] + 1 and self._claim(wanted[0], len(wanted)) is None:
-            taken = wanted
-        else:
-            taken = [extent for extent in wanted if self._claim(extent, 1) is None]
+    def _grow(self, count: int, channel: int | None = None) -> bool:
+        """Claim some of the next `count` extents, skipping what is taken; False at the end of the memory.
+
+        There, and only there, it tries what was not to be had before: of a channel, or else `count` in a row.
+        """
+        if self._closed:
+            return False
+        first, self._next = self._next, min(self._next + count, self._extents)
+        if first < self._next:
+            wanted = [e for e in range(first, self._next) if e not in self._in_use]
+            if wanted and not self._own(wanted) and self._at_quota():
+                self._next = first
+                self._missed.difference_update(wanted)
+                return False
+            return True
+        for wait in (False, True):
+            if self._missed and self._any_free(wait) and self._retry(count, channel):
+                return True
+        return False
+
+    def _own(self, wanted: list[int]) -> int:
+        """Claim extents, all of them at once where that can be; how many are the tenant's now."""
+        taken = wanted
+        whole = bool(wanted) and len(wanted) == wanted[-1] - wanted[0] + 1
+        if not (whole and self._claim([(wanted[0], len(wanted))])[0]):
+            answers = self._claim([(extent, 1) for extent in wanted]) if wanted else []
+            taken = [extent for extent, own in zip(wanted, answers, strict=True) if own]
+        self._missed.update(wanted)
+        self._missed.difference_update(taken)
         self.owned += len(taken)
         for extent in taken:
             self.give(extent)
-        return True
+        return len(taken)
+
+    def _retry(self, count: int, channel: int | None) -> bool:
+        """Claim extents that were not to be had before; whether there is anything new."""
+        tries: Iterable[list[int]]
+        if channel is None and count > 1:
+            known = self._missed | self._free
+            starts = sorted(e for e in known if all(e + n in known for n in range(count)))
+            tries = ([e for e in range(first, first + count) if e in self._missed] for first in starts)
+            return any(self._own(some) == len(some) for some in tries)
+        wanted = sorted(e for e in self._missed if channel in (None, e % self._channels))
+        tries = (wanted[begin : begin + _TRIES] for begin in range(0, len(wanted), _TRIES))
+        return any(map(self._own, tries))
 
 
 class Arena:
@@ -162,7 +216,7 @@ class Arena:
             count = -(-size // EXTENT_BYTES)
             first = self._extents.take_run(count)
             if first is None:
-                raise OutOfMemoryError(
+                raise self._extents.no_room(
                     f"no {count} consecutive extents left for {size} bytes; free sequences or caches, or "
                     "open the device with a larger capacity_bytes"
                 )
@@ -287,7 +341,7 @@ class Pages:
                     break
             else:
                 self.give(np.delete(pages, missing[at:]))
-                raise OutOfMemoryError(
+                raise self._extents.no_room(
                     f"the device has no room for {count} pages of {self.page_bytes} bytes; free sequences "
                     "or caches, or open it with a larger capacity_bytes"
                 )

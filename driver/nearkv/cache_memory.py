@@ -145,13 +145,18 @@ class SequenceMemory:
         return (base + self._layout.k_offset(within)) // LINE_BYTES * LINE_BYTES
 
     def close(self) -> None:
-        """Free all sequences and the cache's own memory. A second call does nothing."""
+        """Free all sequences and the cache's own memory. A second call does nothing.
+
+        Extents of the tenant that hold nothing then go back to the device, which writes zeros over them
+        before anybody has them again.
+        """
         if self._closed:
             return
         self._prefixes.close()
         self._sequences.close()
         self._heads.give()
         self._closed = True
+        self._tenant.release_free()
 
     def abandon(self) -> None:
         """The device ends, and its memory with it: close without writing anything."""

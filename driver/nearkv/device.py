@@ -31,6 +31,7 @@ from .errors import ArgumentError, ClosedError, UnknownHandleError, VersionError
 from .formats import Blocks, Dtype, Pair, chosen_format, needs_of
 from .heads import GivenHeads
 from .memory_use import MemoryUse
+from .owner import Owner
 from .stats import AttentionTotals, Stats, read_stats
 from .streams import Stream
 from .tenant import Tenant
@@ -241,6 +242,40 @@ class Device:
                 self._tenants[tenant] = Tenant(self._port, self.config, tenant, self.features, fresh=True)
         return self.attach(tenant)
 
+    def release(self, tenant: int = 0) -> None:
+        """End a tenant's session and give all of its memory back, for others to have once the device has
+        written zeros over it; its caches are closed, and what is committed on the device is lost.
+
+        Raises
+        ------
+        UnknownHandleError : for a tenant that the device has not.
+        DeviceTimeoutError, LinkError : when the device does not answer.
+
+        Examples
+        --------
+        >>> import nearkv
+        >>> dev = nearkv.open("model")
+        >>> kv = dev.kv_cache(layers=1, kv_heads=1, head_dim=32)
+        >>> dev.release()
+        >>> kv.closed, dev.stats().free_extents
+        (True, 2047)
+        >>> dev.close()
+        """
+        self._check_open()
+        of = self._tenant(tenant)
+        del self._tenants[tenant]
+        of.stream.abandon()
+        for cache in self._caches:
+            if cache.belongs_to(of):
+                cache.abandon()
+        of.release_all()
+
+    @property
+    def owner(self) -> Owner:
+        """Quotas of tenants, and the log of what they tried; for who owns the device."""
+        self._check_open()
+        return Owner(self._port, self.config)
+
     def wrap_port(self, wrap: Callable[[Port], Port]) -> None:
         """Have everything pass through another port from now on; for faults and for measuring."""
         self._check_open()
@@ -425,8 +460,9 @@ class Device:
     def _capacity_changed(self, address: int, size: int, given: bool) -> None:
         """Dynamic capacity has come or gone."""
         extents = range(address >> EXTENT_SHIFT, address + size >> EXTENT_SHIFT)
-        for tenant in self._tenants.values():
-            (tenant.extents.added if given else tenant.extents.removed)(extents)
+        if not given:
+            for tenant in self._tenants.values():
+                tenant.extents.removed(extents)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -41,6 +41,10 @@ class OutOfMemoryError(NearkvError, MemoryError):
     """The device has no extent left that this tenant could own."""
 
 
+class QuotaError(OutOfMemoryError):
+    """The tenant owns as much as the device's owner lets it; see `nearkv.owner.Owner.set_quota`."""
+
+
 class VersionError(NearkvError, RuntimeError):
     """The device is none, or one that keeps another version of the abi or of the numerics contract."""
 

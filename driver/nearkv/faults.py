@@ -261,7 +261,7 @@ def hostile_descriptors(
     """Descriptors of a tenant that wants what is not its own, and their second lines, uint8 [count, 64] each.
 
     A third are noise; a third are good ones of the tenant's with one field changed; and a third aim on
-    purpose: tables, queries, results and lists at a neighbour's addresses, and claims of its memory.
+    purpose: tables, queries, results and lists at a neighbour's addresses, claims and releases of its memory.
 
     Parameters
     ----------
@@ -293,6 +293,54 @@ def hostile_descriptors(
     return first, second
 
 
+def hostile_accesses(
+    config: DeviceConfig, seed: int, count: int, *, tenant: int, targets: Sequence[int]
+) -> list[Read | Write]:
+    """Reads and writes of a tenant that wants what is not its own, a line each.
+
+    Half aim at a neighbour's lines and those beside them, through the tenant's aperture; the others go
+    anywhere in the aperture, and behind the last one. None are to its own doorbell.
+
+    Parameters
+    ----------
+    seed : of all choices.
+    targets : device addresses of a neighbour's.
+
+    Raises
+    ------
+    ArgumentError : without any.
+    """
+    if not targets:
+        raise ArgumentError("hostile accesses need addresses to aim at")
+    chance = random.Random(seed)
+    made: list[Read | Write] = []
+    base = tenant * config.aperture_bytes
+    while len(made) < count:
+        kind = chance.randrange(8)
+        if kind < 4:
+            extent = chance.choice(targets) // EXTENT_BYTES * EXTENT_BYTES
+            near = chance.choice([chance.choice(targets), extent + chance.randrange(EXTENT_BYTES)])
+            place = base + near
+        elif kind < 6:
+            place = base + chance.randrange(config.capacity_bytes)
+        elif kind < 7:
+            place = base + config.capacity_bytes + chance.randrange(1 << 18)
+        else:
+            place = base + config.capacity_bytes + chance.randrange(config.capacity_bytes)
+            place += chance.choice([0, (config.apertures - tenant) * config.aperture_bytes])
+        place = place // LINE_BYTES * LINE_BYTES
+        if place == window_base(config, tenant) + DOORBELL_OFFSET:
+            continue
+        address = one(place)
+        if chance.random() < 0.5:
+            made.append(Read(address))
+            continue
+        data = np.frombuffer(chance.randbytes(LINE_BYTES), np.uint8).reshape(1, LINE_BYTES)
+        enables = None if chance.random() < 0.5 else np.array([chance.getrandbits(LINE_BYTES)], np.uint64)
+        made.append(Write(address, data, enables, poison=chance.random() < 0.2))
+    return made
+
+
 def _aimed(
     config: DeviceConfig,
     chance: random.Random,
@@ -304,8 +352,11 @@ def _aimed(
     """The fields of one descriptor and of its second line."""
     if chance.random() < 0.1:
         extent = chance.choice(targets) // EXTENT_BYTES
-        claim = {"version": DESCRIPTOR_VERSION, "opcode": Opcode.CLAIM_EXTENTS}
-        return {**claim, "first_extent": extent, "extent_count": chance.choice([1, 2, config.extents])}, {}
+        opcode = chance.choice([Opcode.CLAIM_EXTENTS, Opcode.RELEASE_EXTENTS])
+        # of what is its own it gives nothing back, for then it could try little more
+        count = chance.choice([1, 2, config.extents]) if opcode is Opcode.CLAIM_EXTENTS else 1
+        given = {"version": DESCRIPTOR_VERSION, "opcode": opcode}
+        return {**given, "first_extent": extent, "extent_count": count}, {}
     table = chance.choice(own)
     values = {
         "version": DESCRIPTOR_VERSION,

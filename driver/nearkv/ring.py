@@ -20,6 +20,8 @@ from nearkv_hw.abi.window import (
     DEVICE_COUNTERS_LINE,
     DOORBELL,
     DOORBELL_OFFSET,
+    EXTENT_COUNTERS,
+    EXTENT_COUNTERS_LINE,
     RING,
     RING_LINE,
     completion_address,
@@ -94,6 +96,7 @@ class CommandRing:
         self._counters = one(register_address(config, aperture, DEVICE_COUNTERS_LINE))
         slices = range(CHANNEL_COUNTERS_LINE, CHANNEL_COUNTERS_LINE + config.slices)
         self._channels = np.array([register_address(config, aperture, line) for line in slices], np.uint64)
+        self._extents = one(register_address(config, aperture, EXTENT_COUNTERS_LINE))
         self._state = one(register_address(config, aperture, RING_LINE))
         (result,) = port.run([Read(self._state)])
         self.posted = RING.unpack(result.data[0].tobytes())["tail"]
@@ -194,6 +197,27 @@ class CommandRing:
             self.completed += (state - self.completed) & _INDEX_MASK
             self.on_complete()
         return ticket.end <= self.completed
+
+    def extent_counters(self) -> dict[str, int]:
+        """The device's extents, as `nearkv_hw.abi.window.EXTENT_COUNTERS` declares them."""
+        (result,) = self._port.run([Read(self._extents)])
+        return EXTENT_COUNTERS.unpack(result.data[0].tobytes())
+
+    def wait_for_scrub(self) -> None:
+        """Wait until all extents of the device that were given back are free.
+
+        Raises
+        ------
+        DeviceTimeoutError : when the device neither scrubs nor works on anything.
+        """
+        mask = (1 << EXTENT_COUNTERS["scrubbing"].width) - 1
+        try:
+            self._wait_on([Poll(int(self._extents[0]), mask, 0, _TIMEOUT_CYCLES)])
+        except DeviceTimeout as error:
+            raise DeviceTimeoutError(
+                f"extents that were given back are not free, and the device does nothing any more ({error}); "
+                "close the device and open it again"
+            ) from error
 
     @property
     def outstanding(self) -> bool:
@@ -355,10 +379,12 @@ class CommandRing:
                     raise
 
     def _progress(self) -> tuple[int, ...]:
-        """What moves as long as the device works: descriptors completed, lines taken by each unit."""
+        """What moves as long as the device works: descriptors completed, lines scrubbed, lines taken by each
+        unit."""
         device, channels = self._read_counters()
         jobs = int(column(DEVICE_COUNTERS, "jobs", device.data)[0])
-        return jobs, *map(int, column(CHANNEL_COUNTERS, "unit_lines", channels.data))
+        scrubbed = self.extent_counters()["scrub_lines"]
+        return jobs, scrubbed, *map(int, column(CHANNEL_COUNTERS, "unit_lines", channels.data))
 
     def _read_counters(self) -> list[ReadResult]:
         """The device's counters, and those of every memory slice."""

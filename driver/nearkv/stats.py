@@ -14,6 +14,8 @@ from nearkv_hw.abi.window import (
     CHANNEL_COUNTERS_LINE,
     DEVICE_COUNTERS,
     DEVICE_COUNTERS_LINE,
+    EXTENT_COUNTERS,
+    EXTENT_COUNTERS_LINE,
     MEMORY_COUNTERS,
     MEMORY_COUNTERS_LINE,
     QUEUE_COUNTERS,
@@ -87,6 +89,9 @@ class Stats:
     link_bytes : bytes of lines that crossed the link, both directions.
     link_reads, link_writes : messages that read and wrote a line.
     outside_reads, outside_writes, violations : accesses that met no memory, or memory of another tenant.
+    scrub_lines : lines that zeros were written over, of extents that were given back.
+    scrubbing_extents, free_extents : extents that were given back and are not zero yet, and those that nobody
+        has; not what was counted, but how many there are, in the difference of two those of the later one.
     attention_cycles : device cycles of this session's attention calls: from doorbells to last completions,
         and where the host works a call out itself (placement "host", several query rows, gaps in `visible`)
         from its first read of a row to the last answer.
@@ -114,6 +119,9 @@ class Stats:
     outside_reads: int
     outside_writes: int
     violations: int
+    scrub_lines: int
+    scrubbing_extents: int
+    free_extents: int
     attention_cycles: int
     attention_lines: int
     host_lines: int
@@ -147,11 +155,12 @@ class Stats:
             sum(getattr(channel, name) for channel in self.channels)
             for name in ("fabric_reads", "fabric_writes")
         )
+        written = writes + self.scrub_lines
         opened = sum(memory.row_misses + memory.row_conflicts for memory in self.memories)
         keeps_rows = opened or any(memory.row_hits for memory in self.memories)
         return Events(
-            line_reads=self.dram_bytes / LINE_BYTES - writes,
-            line_writes=writes,
+            line_reads=self.dram_bytes / LINE_BYTES - written,
+            line_writes=written,
             link_bytes=self.link_bytes,
             multiplies=self.attention_products,
             sum_bits=bits_of_sums(self.attention_value_products),
@@ -173,7 +182,7 @@ class Stats:
 
     def __sub__(self, earlier: Stats) -> Stats:
         numbers = {
-            f.name: getattr(self, f.name) - getattr(earlier, f.name)
+            f.name: getattr(self, f.name) - (0 if f.name.endswith("_extents") else getattr(earlier, f.name))
             for f in fields(self)
             if f.name not in ("channels", "memories", "config")
         }
@@ -236,11 +245,13 @@ class AttentionTotals:
 def read_stats(port: Port, config: DeviceConfig, totals: AttentionTotals) -> Stats:
     """Read the counters through the first aperture."""
     firsts = (CHANNEL_COUNTERS_LINE, MEMORY_COUNTERS_LINE, QUEUE_COUNTERS_LINE)
-    lines = [DEVICE_COUNTERS_LINE, *(first + s for first in firsts for s in range(config.slices))]
+    of_device = (DEVICE_COUNTERS_LINE, EXTENT_COUNTERS_LINE)
+    lines = [*of_device, *(first + s for first in firsts for s in range(config.slices))]
     link_bytes = port.link_bytes
     (result,) = port.run([Read(np.array([register_address(config, 0, line) for line in lines], np.uint64))])
     device = DEVICE_COUNTERS.unpack(result.data[0].tobytes())
-    of_slices = result.data[1:].reshape(len(firsts), config.slices, LINE_BYTES)
+    extents = EXTENT_COUNTERS.unpack(result.data[1].tobytes())
+    of_slices = result.data[len(of_device) :].reshape(len(firsts), config.slices, LINE_BYTES)
     channels, memories, queues = (
         [layout.unpack(line.tobytes()) for line in of_them]
         for layout, of_them in zip(
@@ -255,13 +266,16 @@ def read_stats(port: Port, config: DeviceConfig, totals: AttentionTotals) -> Sta
         jobs=device["jobs"],
         errors=device["errors"],
         lines=lines_taken,
-        dram_bytes=(own_lines + fabric_lines) * LINE_BYTES,
+        dram_bytes=(own_lines + fabric_lines + extents["scrub_lines"]) * LINE_BYTES,
         link_bytes=link_bytes,
         link_reads=device["link_reads"],
         link_writes=device["link_writes"],
         outside_reads=device["outside_reads"],
         outside_writes=device["outside_writes"],
         violations=device["violations"],
+        scrub_lines=extents["scrub_lines"],
+        scrubbing_extents=extents["scrubbing"],
+        free_extents=extents["free"],
         attention_cycles=totals.cycles,
         attention_lines=totals.lines,
         host_lines=totals.host_lines,

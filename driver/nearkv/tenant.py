@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -15,12 +15,20 @@ from nearkv_hw.abi.memory import CACHE, LAYOUT_VERSION, ROOT, ROOT_MAGIC
 from nearkv_sim.columns import column
 from nearkv_sim.port import Access, Addresses, Lines, Operation, Port, Read, ReadResult, Write
 
-from .allocator import Arena, Extents, Pages
+from .allocator import Arena, Extents, Pages, Run
 from .codec import one, record_line
-from .errors import AccessError, DeviceError, DeviceResetError, OutOfMemoryError, ProtocolError, VersionError
+from .errors import (
+    AccessError,
+    DeviceError,
+    DeviceResetError,
+    OutOfMemoryError,
+    ProtocolError,
+    QuotaError,
+    VersionError,
+)
 from .memory_use import MemoryUse
 from .queued_port import QueuedPort
-from .ring import CommandRing
+from .ring import CommandRing, Completions
 from .streams import Stream
 
 if TYPE_CHECKING:
@@ -33,7 +41,11 @@ _LANE_BYTES = EXTENT_BYTES // 16
 _DEPTH = 8
 """Calls under way at most in a tenant's own stream."""
 
+_PROBED = 8
+"""Extents of which it is asked at once whether they are the tenant's."""
 _PLAIN = Feature(0)
+_NOT_TO_BE_HAD = (Status.EXTENT_TAKEN, Status.EXTENT_BUSY, Status.OVER_QUOTA)
+"""How a claim may end that is no fault."""
 
 
 class Tenant:
@@ -87,9 +99,16 @@ class Tenant:
         self._lanes: list[int] = []
         self._lanes_made = 0
         self.moves = 0
+        self._at_quota = False
         owned = self._owned_extents() if self.ring.posted else []
         self.extents = Extents(
-            self._claim, extents=config.extents, channels=config.slices, in_use=frozenset(owned)
+            self._claim,
+            extents=config.extents,
+            channels=config.slices,
+            in_use=frozenset(owned),
+            any_free=self._any_free,
+            at_quota=lambda: self._at_quota,
+            no_room=self._no_room,
         )
         self.arena = Arena(self.extents)
         self._chain: list[int] = []
@@ -195,6 +214,15 @@ class Tenant:
     def give_lane(self, lane: int) -> None:
         """The areas are free for another call."""
         self._lanes.append(lane)
+
+    def release_free(self) -> None:
+        """Give extents that hold nothing back to the device."""
+        if runs := self.extents.release():
+            self._post_runs(Opcode.RELEASE_EXTENTS, runs)
+
+    def release_all(self) -> None:
+        """Give all extents back to the device, whatever they hold; the session ends with that."""
+        self._post_runs(Opcode.RELEASE_EXTENTS, [(0, self.config.extents)])
 
     def _reclaim(self) -> None:
         while self._retired and self._retired[0][0] <= self.ring.completed:
@@ -356,42 +384,70 @@ class Tenant:
         index = self._chain.index(record) + 1
         return self._chain[index] if index < len(self._chain) else self._earlier
 
-    def _claim(self, first: int, count: int) -> int | None:
-        line = record_line(
-            CLAIM,
-            version=DESCRIPTOR_VERSION,
-            opcode=Opcode.CLAIM_EXTENTS,
-            first_extent=first,
-            extent_count=count,
+    def _claim(self, runs: Sequence[Run]) -> list[bool]:
+        """Claim runs of extents; which of them are the tenant's now."""
+        completions = self._post_runs(Opcode.CLAIM_EXTENTS, runs, may_be=_NOT_TO_BE_HAD)
+        self._at_quota = bool((completions.status == Status.OVER_QUOTA).any())
+        owned: list[bool] = (completions.status == Status.OK).tolist()
+        return owned
+
+    def _any_free(self, wait: bool) -> bool:
+        """See `Extents`."""
+        counters = self.ring.extent_counters()
+        self._at_quota = counters["owned"] >= counters["quota"]
+        if self._at_quota:
+            return False
+        if not wait:
+            return counters["free"] > 0
+        if counters["scrubbing"]:
+            self.ring.wait_for_scrub()
+        return counters["scrubbing"] > 0
+
+    def _no_room(self, text: str) -> OutOfMemoryError:
+        """The error for a lack of memory, whose text says what there is no room for."""
+        if not self._at_quota:
+            return OutOfMemoryError(text)
+        counters = self.ring.extent_counters()
+        return QuotaError(
+            f"{text}; tenant {self.aperture} may own {counters['quota']} extents of {EXTENT_BYTES >> 20} MiB "
+            f"and owns {counters['owned']}: free sequences or caches, or have the device's owner raise that"
         )
-        completions, _ = self.ring.run(line)
-        status = Status(int(completions.status[0]))
-        if status is Status.OK:
-            return None
-        detail = int(completions.detail[0])
-        if status is Status.EXTENT_TAKEN:
-            return detail
-        raise DeviceError(
-            f"claim of {count} extents from {first}: {status.name}",
-            status=status,
-            tag=int(completions.tag[0]),
-            detail=detail,
-        )
+
+    def _post_runs(self, opcode: Opcode, runs: Sequence[Run], may_be: Collection[Status] = ()) -> Completions:
+        """Post a descriptor for each run of extents; DeviceError for a status that it may not end with."""
+        completions, _ = self.ring.run(extent_descriptors(opcode, runs))
+        for index in completions.failed.tolist():
+            status = Status(int(completions.status[index]))
+            if status not in may_be:
+                first, count = runs[index]
+                raise DeviceError(
+                    f"{opcode.name} of {count} extents from {first}: {status.name}",
+                    status=status,
+                    tag=int(completions.tag[index]),
+                    detail=int(completions.detail[index]),
+                )
+        return completions
 
     def _owned_extents(self) -> list[int]:
         """The extents that an earlier session of this tenant claimed: those that answer."""
-        firsts = np.arange(self.config.extents, dtype=np.uint64) * np.uint64(EXTENT_BYTES)
-        (result,) = self._port.run([Read(self.hosts(firsts))])
-        owned: list[int] = np.flatnonzero(result.access != Access.OUTSIDE).tolist()
+        owned: list[int] = []
+        count = self.ring.extent_counters()["owned"]
+        for first in range(0, self.config.extents, _PROBED):
+            if len(owned) == count:  # every extent that does not answer is a violation
+                break
+            extents = np.arange(first, min(first + _PROBED, self.config.extents), dtype=np.uint64)
+            (result,) = self._port.run([Read(self.hosts(extents * np.uint64(EXTENT_BYTES)))])
+            owned += extents[result.access != Access.OUTSIDE].tolist()
         return owned
 
     def _format(self) -> int:
         """Claim the first extent and write the root record into its first line."""
         extent = self.extents.take_run(1)
         if extent is None:
-            raise OutOfMemoryError(
-                f"tenant {self.aperture}: other tenants own all {self.config.extents} extents"
-            )
+            text = f"tenant {self.aperture} has no extent"
+            if not self._at_quota:
+                text = f"tenant {self.aperture}: other tenants own all {self.config.extents} extents"
+            raise self._no_room(text)
         root = extent * EXTENT_BYTES
         self.arena.give(root + LINE_BYTES, EXTENT_BYTES - LINE_BYTES)
         self._root = root
@@ -424,3 +480,11 @@ class Tenant:
             generations=self._generations,
         )
         self.run([self.write(one(self._root), line)])
+
+
+def extent_descriptors(opcode: Opcode, runs: Sequence[Run]) -> Lines:
+    """Descriptors, uint8 [n, 64], of claims or releases of runs of extents."""
+    lines = record_line(CLAIM, version=DESCRIPTOR_VERSION, opcode=opcode).repeat(len(runs), axis=0)
+    for name, values in zip(("first_extent", "extent_count"), zip(*runs, strict=True), strict=True):
+        column(CLAIM, name, lines)[:] = values
+    return lines

@@ -3,7 +3,7 @@
 from math import ceil
 from operator import add
 
-from amaranth.hdl import Module
+from amaranth.hdl import Cat, Module
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -25,6 +25,7 @@ from .common.trees import reduce_tree
 from .endpoint.endpoint import Endpoint
 from .endpoint.messages import DRS, NDR, REQ, RWD
 from .link.link import Link
+from .memory.audit import Reports
 from .memory.channel import OUTSTANDING, MemoryChannel
 from .memory.detour import FabricDetour
 from .memory.fabric import Fabric
@@ -100,6 +101,12 @@ class Device(wiring.Component):
         wiring.connect(m, walker.page_outcomes, completer.page_outcomes)
         wiring.connect(m, completer.o, window.completions)
         m.d.comb += [completer.now.eq(window.cycles), walker.retired.eq(completer.retired)]
+        for n in range(config.apertures):
+            m.d.comb += [
+                walker.quotas[n].eq(window.quotas[n]),
+                window.holdings[n].eq(walker.holdings[n]),
+            ]
+        self._reports(m, window, channels)
         self._counters(m, window, endpoint, channels, units)
         results = m.submodules.results if units else None
         m.submodules.timeline = stage_taps(
@@ -181,6 +188,19 @@ class Device(wiring.Component):
             m.d.comb += snoop.eq(written)
         return channels
 
+    def _reports(self, m, window, channels):
+        """Violations on their way to the log."""
+        m.submodules.reports = reports = Reports(config=self.config, each=channels[0].reports)
+        sources = [refused for channel in channels for refused in channel.refused]
+        for source, port in zip(sources, reports.i, strict=True):
+            wiring.connect(m, source, port)
+        wiring.connect(m, reports.o, window.reports)
+        m.d.comb += [
+            reports.missed.eq(Cat(channel.missed for channel in channels)),
+            window.lost.eq(reports.lost),
+            *(channel.forget.eq(window.forget) for channel in channels),
+        ]
+
     def _counters(self, m, window, endpoint, channels, units):
         """Every counter comes from the block that has one of its name."""
         for layout, values in ((DEVICE_COUNTERS, window.device), (LINK_COUNTERS, window.link)):
@@ -190,6 +210,9 @@ class Device(wiring.Component):
         m.d.comb += window.device.violations.eq(
             reduce_tree([channel.violations for channel in channels], add)
         )
+        for name in ("scrubbing", "free", "scrub_lines"):
+            of_channels = [getattr(channel, name) for channel in channels]
+            m.d.comb += window.extents[name].eq(reduce_tree(of_channels, add))
         for n, channel in enumerate(channels):
             blocks = [channel, *units[n : n + 1]]
             for layout, values in (

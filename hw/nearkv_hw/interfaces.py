@@ -14,9 +14,12 @@ from .abi.descriptor import MAX_CANDIDATES, Status
 from .abi.formats import OutputForm
 from .abi.lines import LINE_BITS, LINE_BYTES
 from .abi.numerics import LIMB_BITS, MAX_ROWS, SCORE_LIMIT, TOP_BITS
+from .abi.owner import Violation
 
 LINE_ADDRESS_BITS = 34
 """Line addresses of a device of at most 1 TiB."""
+EXTENTS_BITS = 21
+"""A number of extents of such a device."""
 TENANT_BITS = 3
 REQUEST_ID_BITS = 20
 """Room for a CXL tag and LD-ID, which the endpoint's requests carry as their id."""
@@ -84,11 +87,13 @@ class Snoop(data.Struct):
 
 
 class OwnerRequest(data.Struct):
-    """Look up the owner of an extent of a channel and, with `claim`, take it if nobody owns it."""
+    """Look up the owner of an extent of a channel; with `claim` take it if it is free, with `release` give it
+    back if it is the tenant's."""
 
     extent: 20
     tenant: TENANT_BITS
     claim: 1
+    release: 1
 
 
 class OwnerResponse(data.Struct):
@@ -96,6 +101,15 @@ class OwnerResponse(data.Struct):
 
     owned: 1
     tenant: TENANT_BITS
+    scrubbing: 1  # nobody's, but not zero yet
+
+
+class Refusal(data.Struct):
+    """An access that was refused to its tenant."""
+
+    line: LINE_ADDRESS_BITS
+    tenant: TENANT_BITS
+    kind: Violation
 
 
 class UnitJob(data.Struct):

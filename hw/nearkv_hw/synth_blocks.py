@@ -30,6 +30,7 @@ from .attention.shape import UnitShape
 from .attention.streamer import Streamer
 from .attention.unit import AttentionUnit
 from .command.completer import Completer
+from .command.owner import OwnerPage
 from .command.selection import Selector
 from .command.walker import Walker
 from .command.window import CommandWindow
@@ -42,6 +43,8 @@ from .link.unpacker import Unpacker
 from .memory.channel import MemoryChannel
 from .memory.dram.controller import DramController
 from .memory.fabric import Fabric
+from .memory.owners import OwnerTable
+from .memory.scrub import Scrubber
 from .results.finish import Finish
 from .results.merge import Merge
 from .results.results import Results
@@ -104,6 +107,8 @@ BLOCKS = (
     Block("reciprocal", Reciprocal),
     Block("rounding", Round, 1),
     Block("writer", lambda: Writer(finish_lanes=FINISH_LANES), FINISH_LANES),
+    Block("owner-table", lambda: OwnerTable(config=CONFIG)),
+    Block("scrubber", lambda: Scrubber(extents=CONFIG.slice_extents)),
     Block("memory-channel", lambda: MemoryChannel(channel=0, config=CONFIG)),
     Block("dram-controller", lambda: DramController(part=Dram.DDR5_6400, tag=CONTROLLER_TAG_BITS)),
     Block("fabric", lambda: Fabric(masters=MASTERS, config=CONFIG)),
@@ -113,6 +118,7 @@ BLOCKS = (
     Block("link-receiver", lambda: Receiver(side=Side.DEVICE)),
     Block("link-unpacker", lambda: Unpacker(side=Side.DEVICE, places={"req": 16, "rwd": 8})),
     Block("hdm-decoders", lambda: Decoders(decoders=HDM_DECODERS, capacity=1 << 12)),
+    Block("owner-page", lambda: OwnerPage(config=CONFIG)),
     Block("command-window", lambda: CommandWindow(config=CONFIG)),
     Block("walker", lambda: Walker(config=CONFIG, candidates=CANDIDATES)),
     Block("selector", lambda: Selector(units=2, candidates=CANDIDATES)),

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 from nearkv_hw.abi import DeviceConfig, configure
+from nearkv_hw.abi.owner import OWNER_BYTES, OWNER_OFFSET
 from nearkv_hw.abi.window import DOORBELL_OFFSET
 
 from . import wire
@@ -146,7 +147,13 @@ class Server:
                 registers = (offset >= config.capacity_bytes) & (
                     offset < config.capacity_bytes + DOORBELL_OFFSET
                 )
-                aperture = aperture[~registers]
+                aperture, offset = aperture[~registers], offset[~registers]
+            page = offset - np.uint64(config.capacity_bytes + OWNER_OFFSET)  # below zero it wraps
+            if ((aperture == 0) & (page < OWNER_BYTES)).any():
+                raise ApertureTakenError(
+                    "the owner of a served device is who serves it: its hosts have no part in quotas and in "
+                    "the log"
+                )
             for one in np.unique(aperture[aperture < config.apertures]).tolist():
                 if self._users.setdefault(one, number) != number:
                     raise ApertureTakenError(

@@ -16,18 +16,22 @@ class Memory:
         self.taken = taken
         self.extents = extents
         self.claimed: set[int] = set()
+        self.free = False
 
-    def claim(self, first: int, count: int) -> int | None:
-        wanted = range(first, first + count)
+    def claim(self, runs):
+        return [self.claim_run(range(first, first + count)) for first, count in runs]
+
+    def claim_run(self, wanted: range) -> bool:
         assert wanted.stop <= self.extents
-        for extent in wanted:
-            if extent in self.taken:
-                return extent
+        if self.taken.intersection(wanted):
+            return False
         self.claimed.update(wanted)
-        return None
+        return True
 
     def tenant(self, channels: int = 2) -> Extents:
-        return Extents(self.claim, extents=self.extents, channels=channels)
+        return Extents(
+            self.claim, extents=self.extents, channels=channels, any_free=lambda wait: self.free and not wait
+        )
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * EXTENT_BYTES // 2)), max_size=40), st.data())
@@ -141,13 +145,32 @@ def test_memory_comes_and_goes():
     assert [extents.take(0) for _ in range(3)] == [0, 1, 4]
     assert extents.take(0) is None
     memory.taken = frozenset({3, 5})
-    assert extents.take(0) is None, "it has not heard of it"
-    extents.added(range(2, 4))
+    assert extents.take(0) is None, "the device says that there is none"
+    memory.free = True
     assert (extents.take(0), extents.take(0)) == (2, None)
-    memory.taken = frozenset({5})
+    memory.taken = frozenset({0, 2, 5})
     extents.give(0)
     extents.give(4)
     extents.removed(range(3))
-    assert (extents.take(0), extents.take(0)) == (4, None)
-    extents.added(range(3, 4))
-    assert (extents.take(0), extents.take(0)) == (3, None)
+    assert [extents.take(0) for _ in range(3)] == [4, 3, None]
+    memory.taken = frozenset({0, 2})
+    assert (extents.take_run(2), extents.owned) == (None, 4)
+
+
+def test_what_is_given_back_is_claimed_again_when_nothing_else_is_left():
+    memory = Memory(8)
+    extents = memory.tenant()
+    memory.free = True
+    assert extents.take_run(5) == 0
+    for extent in (0, 1, 3):
+        extents.give(extent)
+    assert extents.free == 3
+    assert extents.release() == [(0, 2), (3, 1)]
+    assert (extents.free, extents.owned) == (0, 2)
+    memory.claimed -= {0, 1, 3}
+    assert [extents.take_run(1) for _ in range(3)] == [5, 6, 7], "what was never tried comes first"
+    assert extents.take(1) == 1
+    assert sorted([extents.take(0), extents.take(1)]) == [0, 3]
+    assert extents.take_near(0) is None
+    assert extents.owned == 8
+    assert extents.release() == []

@@ -387,7 +387,7 @@ def test_pages_cost_the_same_however_many_there_are():
     from nearkv.allocator import Extents, Pages
 
     def steps(count):
-        extents = Extents(lambda first, n: None, extents=1 << 16, channels=4)
+        extents = Extents(lambda runs: [True] * len(runs), extents=1 << 16, channels=4)
         pages = Pages(extents, 4096, [0] * 4)
         calls = 0
 

@@ -27,6 +27,10 @@ def test_info():
     assert result.exit_code == 0
     told = json.loads(result.output)
     rates = told.pop("lines_per_cycle")
+    assert told.pop("memory") == {
+        **{"free_extents": [16 << 10], "scrubbing_extents": [0], "scrub_lines": [0], "violations": [0]},
+        **{"held_bytes": [0, 0], "quota_bytes": [16 << 30, 16 << 30]},
+    }
     assert told == {
         "spec": "model:card", "kind": "model", "config": PRESETS["card"].to_dict(),
         "features": [flag.name.lower() for flag in Feature],

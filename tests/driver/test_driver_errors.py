@@ -525,7 +525,7 @@ def test_other_tenants_work_may_take_its_time(layout, line, field):
 
 @pytest.mark.parametrize(
     ("field", "message"),
-    [("magic", "no nearkv device answers"), ("abi_version", "has abi_version 99, this driver knows 2"),
+    [("magic", "no nearkv device answers"), ("abi_version", "has abi_version 99, this driver knows 3"),
      ("contract_version", "has contract_version 99"), ("extent_shift", "has extent_shift 99")],
 )  # fmt: skip
 def test_a_device_of_another_version_is_refused(field, message):

@@ -47,7 +47,7 @@ def test_link_bytes_of_an_attention_call(model):
         before = model.stats()
         kv.attend(handles, layer=0, q=q)
         done = model.stats() - before
-    stats_lines = 1 + 3 * 2  # the device's, and three of each slice
+    stats_lines = 2 + 3 * 2  # two of the device, and three of each slice
     assert done.link_bytes == 64 * (4 + 2 + 1 + 1 + 2 + 2 + 4 * 2 + stats_lines)
 
 
@@ -186,7 +186,7 @@ def test_events_are_those_of_the_estimate_for_the_same_work(placement):
     crossing += lines if placement in (Placement.FABRIC, Placement.HOST) else 0
     assert theirs.crossbar_bytes == pytest.approx(64 * crossing)
     assert found.crossbar_bytes == 64 * (crossing + tables)
-    stats_lines = 1 + 3 * config.slices
+    stats_lines = 2 + 3 * config.slices
     assert found.link_bytes == said.link_bytes + 64 * (stats_lines + (4 if has_units else 2))
     assert found.multiplies == theirs.multiplies
     assert found.sum_bits == theirs.sum_bits

@@ -15,10 +15,12 @@ import pytest
 import torch
 from driver_cases import context, expected, filled, same_bits, values
 from leaks import no_leak
-from nearkv.errors import LinkError, TenantTakenError
+from nearkv.cli import app
+from nearkv.errors import LinkError, QuotaError, TenantTakenError
 from nearkv_hw.abi import configure
 from nearkv_sim.model import ModelPort
 from nearkv_sim.served import Server
+from typer.testing import CliRunner
 
 SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "fp16", "page_rows": 4}
 KILLS = int(os.environ.get("NEARKV_PROCESS_KILLS", "20"))
@@ -178,10 +180,28 @@ def test_processes_that_are_killed_lose_nothing(server):
             assert device.memory().pages == 0
 
 
+@pytest.mark.parametrize(
+    ("quota", "message"),
+    [
+        ("1", "write TENANT=MIB"),
+        ("x=1", "write TENANT=MIB"),
+        ("9=1", "tenant=9"),
+        ("0=99999999", "size_bytes"),
+    ],
+)
+def test_a_quota_that_is_none_is_refused(tmp_path, quota, message):
+    result = CliRunner().invoke(
+        app, ["serve", str(tmp_path / "socket"), "--device", "model", "--quota", quota]
+    )
+    assert result.exit_code == 2
+    assert message in result.output
+
+
 def test_the_command_serves(tmp_path):
     path = tmp_path / "socket"
     command = "import sys; from nearkv.cli import main; sys.argv[1:1] = ['serve']; main()"
-    process = subprocess.Popen([sys.executable, "-c", command, str(path), "--device", "model"])
+    options = ["--device", "model", "--quota", "1=3"]
+    process = subprocess.Popen([sys.executable, "-c", command, str(path), *options])
     try:
         for _ in range(600):
             if path.exists():
@@ -191,6 +211,8 @@ def test_the_command_serves(tmp_path):
             rows = context(9, 2, 8, 8, seed=1)
             (handle,) = filled(kv, [rows])
             assert same_bits(kv.attend([handle], layer=0, q=Q, scale=0.3), expected(Q, [rows], scale=0.3))
+            with pytest.raises(QuotaError, match="tenant 1 may own 3 extents of 1 MiB"):
+                filled(device.kv_cache(**SHAPE, tenant=1), [context(100_000, 2, 8, 8, seed=1)])
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0

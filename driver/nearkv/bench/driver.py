@@ -136,7 +136,9 @@ def _prefixes(kv: KVCache, repeats: int, config: dict[str, Any]) -> Iterator[Fig
 def _pages(repeats: int) -> Iterator[Figure]:
     """Pages taken and given back, by the allocator alone."""
     page_bytes = 2 * _PAGE_ROWS * 2 * _HEAD_DIM
-    extents = Extents(lambda first, count: None, extents=_PAGES * page_bytes // EXTENT_BYTES * 2, channels=4)
+    extents = Extents(
+        lambda runs: [True] * len(runs), extents=_PAGES * page_bytes // EXTENT_BYTES * 2, channels=4
+    )
     pages = Pages(extents, page_bytes, [0] * 4)
 
     def both() -> None:

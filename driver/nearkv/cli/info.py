@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from nearkv_hw.abi import DeviceConfig, Feature
 
 from .output import JsonOption, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from nearkv.device import Device
 
 _DIM = 128
 _PAGE_ROWS = 16
@@ -24,8 +28,8 @@ def info(
     ] = "model",
     as_json: JsonOption = False,
 ) -> None:
-    """Open a device and print the configuration that it reports of itself, what it has beyond plain jobs, and
-    how many lines its units take in a cycle, by KV format.
+    """Open a device and print the configuration that it reports of itself, what it has beyond plain jobs, how
+    much of its memory tenants have and may have, and how many lines its units take in a cycle, by KV format.
 
     What a device counts while it works is in nearkv run --counters and in nearkv trace.
     """
@@ -36,9 +40,13 @@ def info(
         kind = device.kind
         features = [flag.name.lower() for flag in Feature if flag in device.features and flag.name]
         rates = _rates(device.config)
+        memory = _memory(device)
     if as_json:
         print_json(
-            {"spec": spec, "kind": kind, "config": config, "features": features, "lines_per_cycle": rates}
+            {
+                **{"spec": spec, "kind": kind, "config": config, "features": features, "memory": memory},
+                "lines_per_cycle": rates,
+            }
         )
     else:
         rows = (
@@ -47,11 +55,25 @@ def info(
         )
         print_table(f"{spec}: a {kind} device", ("field", "value", "unit"), rows)
         say(f"Beyond plain jobs it has: {', '.join(features) or 'nothing'}.")
+        shown = ((name, "  ".join(f"{value:,}" for value in values)) for name, values in memory.items())
+        print_table("memory; bytes are those of each tenant", ("", "value"), shown)
         print_table(
             f"lines per cycle and unit, rows of {_DIM} elements, {device.config.queries} queries",
             ("KV format", "lines per cycle"),
             ((name, f"{rate:.2f}") for name, rate in rates.items()),
         )
+
+
+def _memory(device: Device) -> dict[str, list[int]]:
+    """How much memory is free, and how much of it each tenant has and may have, if we may know that."""
+    from nearkv.errors import TenantTakenError
+
+    stats = device.stats()
+    names = ("free_extents", "scrubbing_extents", "scrub_lines", "violations")
+    found = {name: [getattr(stats, name)] for name in names}
+    with suppress(TenantTakenError):  # hosts of a served device are not its owner
+        found |= {"held_bytes": device.owner.holdings(), "quota_bytes": device.owner.quotas()}
+    return found
 
 
 def _rates(config: DeviceConfig) -> dict[str, float]:

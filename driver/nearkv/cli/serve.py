@@ -15,6 +15,10 @@ from .overrides import SetOption, overrides_of
 def serve(
     path: Annotated[Path, typer.Argument(help="Where the Unix socket is to be.")],
     device: Annotated[str, typer.Option(help="Which device: rtl or model, with a preset.")] = "model:card",
+    quotas: Annotated[
+        list[str] | None,
+        typer.Option("--quota", metavar="TENANT=MIB", help="What a tenant may own; may be given again."),
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
     """Serve a device to several host processes: nearkv.open("unix:PATH").
@@ -25,7 +29,18 @@ def serve(
     from nearkv_sim import open_port
     from nearkv_sim.served import Server
 
-    server = Server(open_port(device, **overrides_of(overrides)), path)
+    from nearkv.errors import ArgumentError, UnknownHandleError
+    from nearkv.owner import Owner
+
+    wanted = [_quota(text) for text in quotas or ()]
+    port = open_port(device, **overrides_of(overrides))
+    try:
+        for tenant, size_bytes in wanted:
+            Owner(port, port.config).set_quota(tenant, size_bytes)
+    except (ArgumentError, UnknownHandleError) as error:
+        port.close()
+        raise typer.BadParameter(str(error)) from error
+    server = Server(port, path)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.close())
     say(f"{device} is served at {path}")
@@ -33,3 +48,11 @@ def serve(
         server.serve()
     finally:
         server.close()
+
+
+def _quota(text: str) -> tuple[int, int]:
+    """A tenant and bytes."""
+    tenant, _, size_mib = text.partition("=")
+    if not tenant.isdecimal() or not size_mib.isdecimal():
+        raise typer.BadParameter(f"{text!r}: write TENANT=MIB, such as 1=2048")
+    return int(tenant), int(size_mib) << 20

@@ -13,13 +13,18 @@ from .lines import LINE_BYTES
 FIXED_CLOCK_MHZ = 800
 """Device clock where no DRAM part lays one down."""
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """Version of descriptors, records and register lines; the driver refuses a device with another one."""
 
 EXTENT_BYTES = 1 << 20
 """Memory is owned in extents of this size; consecutive extents lie in consecutive channels."""
 EXTENT_SHIFT = 20
+SCRUB_INTERVAL_CYCLES = 4
+"""A slice of the memory writes zeros over extents that were given back, at most a line in so many cycles."""
+SCRUB_PATIENCE_CYCLES = 64
+"""Cycles that such a line waits for units and fabric; then it goes first."""
 
+MAX_APERTURES = 8
 LANE_CHOICES = (32, 64, 128)
 CHANNEL_CHOICES = (1, 2, 4, 8, 16)
 RANK_CHOICES = (1, 2, 4)
@@ -172,7 +177,7 @@ class DeviceConfig:
         check("lanes", self.lanes in LANE_CHOICES, "must be 32, 64 or 128")
         check("queries", self.queries in QUERY_CHOICES, "must be 1, 2, 4, 8 or 16")
         check("finish_lanes", self.finish_lanes in FINISH_LANE_CHOICES, "must be 2, 4 or 8")
-        check("apertures", 1 <= self.apertures <= 8, "must be 1 to 8")
+        check("apertures", 1 <= self.apertures <= MAX_APERTURES, f"must be 1 to {MAX_APERTURES}")
         check(
             "ring_slots",
             _is_power_of_two(self.ring_slots) and 4 <= self.ring_slots <= 256,

@@ -26,6 +26,8 @@ class Opcode(IntEnum):
     """Attention of a group of query heads over a range of rows."""
     CLAIM_EXTENTS = 2
     """Take ownership of extents that nobody owns."""
+    RELEASE_EXTENTS = 3
+    """Give back those of the extents that the tenant owns: each is free once zeros are all over it."""
 
 
 FLAG_EXTENDED = 1 << 0
@@ -139,11 +141,11 @@ TREE_ROW_BYTES = 32
 NOP = Layout("no-operation descriptor", LINE_BITS, *_HEAD)
 
 CLAIM = Layout(
-    "claim descriptor",
+    "claim or release descriptor",
     LINE_BITS,
     *_HEAD,
     Field("first_extent", 32, "first extent"),
-    Field("extent_count", 32, "consecutive extents, at least 1; all are taken or none"),
+    Field("extent_count", 32, "consecutive extents, at least 1; all are claimed or none"),
 )
 
 COMPLETION = Layout(
@@ -158,7 +160,12 @@ COMPLETION = Layout(
     Field("tag", 32, "the descriptor's tag"),
     Field("cycles", 32, "device cycles from the descriptor's fetch to this record"),
     Field("lines", 32, "K, V and summary lines streamed, all channels and passes"),
-    Field("detail", 64, "page index at fault; for a refused claim, the first extent that is taken"),
+    Field(
+        "detail",
+        64,
+        "page index at fault; for a refused claim, the first extent that cannot be had, or the quota; for a "
+        "release, how many extents it gave back",
+    ),
 )
 
 
@@ -196,12 +203,18 @@ class Status(IntEnum):
     EXTENT_TAKEN = 15
     """Another tenant owns an extent of the claim; nothing was claimed; `detail` is that extent."""
     BAD_EXTENT = 16
-    """The claim goes beyond the memory or is empty."""
+    """The claim or release goes beyond the memory or is empty."""
     NO_UNITS = 17
     """The device has no attention units: the host reads the rows and computes."""
     BAD_LIST = 18
     """What a list of the extension holds: ranges that are empty, not rising or not within the job's rows, a
     position of 2^23 or more, a slope that is NaN or infinite."""
+    EXTENT_BUSY = 19
+    """An extent of the claim was given back and is not zero yet; nothing was claimed; `detail` is that
+    extent."""
+    OVER_QUOTA = 20
+    """With the claim the tenant would own more extents than it may; nothing was claimed; `detail` is how many
+    it may."""
 
 
 MIN_PAGE_ROWS_LOG2 = 2

@@ -28,6 +28,8 @@ LINK_COUNTERS_LINE = 2
 """Register line of `LINK_COUNTERS`."""
 RING_LINE = 3
 """Register line of `RING`."""
+EXTENT_COUNTERS_LINE = 4
+"""Register line of `EXTENT_COUNTERS`."""
 CHANNEL_COUNTERS_LINE = 16
 """Register line of slice 0's `CHANNEL_COUNTERS`; slice s is s lines further."""
 MEMORY_COUNTERS_LINE = 32
@@ -89,6 +91,17 @@ RING = Layout(
     Field("head", 32, "descriptors fetched"),
     Field("completed", 32, "completion records written"),
 )
+
+EXTENT_COUNTERS = Layout(
+    "extent counters",
+    LINE_BITS,
+    Field("scrubbing", 64, "extents that were given back and are not zero yet"),
+    Field("free", 64, "extents that a claim can have"),
+    Field("scrub_lines", 64, "lines that zeros were written over since reset"),
+    Field("owned", 64, "extents that the window's tenant owns"),
+    Field("quota", 64, "extents that it may own"),
+)
+"""Of the device's extents, but for what is said to be the tenant's."""
 
 CHANNEL_COUNTERS = Layout(
     "channel counters",

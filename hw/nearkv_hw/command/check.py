@@ -51,6 +51,7 @@ _OPTIONS = (
 _CAUSAL, _TREE, _LATENT, _SUMMARIES, _SELECT, _ALIBI, _RANGES, _CODEBOOK = (
     option.bit_length() - 1 for option in _OPTIONS
 )
+_OF_EXTENTS = (Opcode.CLAIM_EXTENTS, Opcode.RELEASE_EXTENTS)
 _LUT_SCALES = [SCALE_FORMATS[name] for name in LUT_SCALES]
 
 
@@ -70,8 +71,9 @@ class Check(wiring.Component):
     o : Out(stream(Checked)) : every descriptor; a status other than OK ends it.
     idle : In(1) : no descriptor that went out is still unfinished.
 
-    A claim and a NOP go out when everything before them is finished, and what follows waits for their end: a
-    job sees the extents as its place in the ring says. Latency is 1 cycle, throughput one descriptor in
+    A claim, a release and a NOP go out when everything before them is finished, and what follows waits for
+    their end: a job sees the extents as its place in the ring says. Latency is 1 cycle, throughput one
+    descriptor in
     `interval_cycles`, a claim or NOP in one more.
     """
 
@@ -143,6 +145,7 @@ class Check(wiring.Component):
             job.form.eq(attend.output_form),
             job.sinks.eq((attend.flags & FLAG_SINKS) != 0),
             extents.tenant.eq(self.i.payload.tenant),
+            extents.release.eq(attend.opcode == Opcode.RELEASE_EXTENTS),
             extents.first_extent.eq(claim.first_extent),
             extents.extent_count.eq(claim.extent_count),
             self.tables.payload.line.eq(table_line),
@@ -184,7 +187,7 @@ class Check(wiring.Component):
                 m.d.sync += [
                     found.eq(Cat(faults.values())),
                     is_job.eq(is_attend),
-                    is_claim.eq(attend.opcode == Opcode.CLAIM_EXTENTS),
+                    is_claim.eq(among(attend.opcode, _OF_EXTENTS)),
                     table_line.eq(attend.table >> LINE_SHIFT),
                     sent.eq(0),
                     asked.eq(0),
@@ -221,7 +224,7 @@ class Check(wiring.Component):
         allowed = (attend.opcode == Opcode.ATTEND) & ((attend.flags & ~known) == 0)
         reserved = (
             ((attend.opcode == Opcode.NOP) & (line & NOP.reserved_mask()).any())
-            | ((attend.opcode == Opcode.CLAIM_EXTENTS) & (line & CLAIM.reserved_mask()).any())
+            | (among(attend.opcode, _OF_EXTENTS) & (line & CLAIM.reserved_mask()).any())
             | (
                 (attend.opcode == Opcode.ATTEND)
                 & (

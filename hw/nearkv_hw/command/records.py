@@ -117,9 +117,10 @@ class Job(data.Struct):
 
 
 class Claim(data.Struct):
-    """Extents to take."""
+    """Extents to take, or to give back."""
 
     tenant: TENANT_BITS
+    release: 1
     first_extent: EXTENT_BITS
     extent_count: EXTENT_BITS
 

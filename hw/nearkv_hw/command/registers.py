@@ -13,6 +13,8 @@ from ..abi.window import (
     CHANNEL_COUNTERS_LINE,
     DEVICE_COUNTERS,
     DEVICE_COUNTERS_LINE,
+    EXTENT_COUNTERS,
+    EXTENT_COUNTERS_LINE,
     IDENTITY,
     IDENTITY_LINE,
     LINK_COUNTERS,
@@ -26,7 +28,7 @@ from ..abi.window import (
     RING_LINE,
 )
 from ..features import FEATURES
-from ..interfaces import TENANT_BITS
+from ..interfaces import EXTENTS_BITS, TENANT_BITS
 from ..structs import layout_of
 
 REGISTER_BITS = 6
@@ -44,11 +46,13 @@ class Registers(wiring.Component):
     -------
     read : In(1), line : In(6), aperture : In(3) : a read; a line that holds nothing reads as zero.
     data : Out(LINE_BITS) : its data, from the next cycle on until the next read.
-    device : In(DEVICE_COUNTERS), link : In(LINK_COUNTERS) : counters of the device and its link.
+    device : In(DEVICE_COUNTERS), link : In(LINK_COUNTERS), extents : In(EXTENT_COUNTERS) : counters of the
+        device, its link and its extents.
     channels : In(CHANNEL_COUNTERS).array(slices) : counters of each slice of the memory.
     memories : In(MEMORY_COUNTERS).array(slices), queues : In(QUEUE_COUNTERS).array(slices) : counters of what
         is behind each slice.
     rings : In(RING).array(apertures) : state of each aperture's ring.
+    quotas, holdings : In(EXTENTS_BITS).array(apertures) : extents that each tenant may own, and does own.
 
     A line is read in one cycle, so that its counters belong together.
     """
@@ -67,10 +71,13 @@ class Registers(wiring.Component):
                 "data": Out(LINE_BITS),
                 "device": In(layout_of(DEVICE_COUNTERS)),
                 "link": In(layout_of(LINK_COUNTERS)),
+                "extents": In(layout_of(EXTENT_COUNTERS)),
                 "channels": In(layout_of(CHANNEL_COUNTERS)).array(config.slices),
                 "memories": In(layout_of(MEMORY_COUNTERS)).array(config.slices),
                 "queues": In(layout_of(QUEUE_COUNTERS)).array(config.slices),
                 "rings": In(layout_of(RING)).array(config.apertures),
+                "quotas": In(EXTENTS_BITS).array(config.apertures),
+                "holdings": In(EXTENTS_BITS).array(config.apertures),
             }
         )
 
@@ -79,11 +86,16 @@ class Registers(wiring.Component):
         held = Signal(LINE_BITS, reset_less=True)
         identity = Signal(layout_of(IDENTITY), init=identity_values(self.config))
         ring = Signal(layout_of(RING))
-        m.d.comb += self.data.eq(held)
+        extents = Signal(layout_of(EXTENT_COUNTERS))
+        m.d.comb += [self.data.eq(held), extents.eq(self.extents)]
         with m.Switch(self.aperture):
             for n, aperture_ring in enumerate(self.rings):
                 with m.Case(n):
-                    m.d.comb += ring.eq(aperture_ring)
+                    m.d.comb += [
+                        ring.eq(aperture_ring),
+                        extents.owned.eq(self.holdings[n]),
+                        extents.quota.eq(self.quotas[n]),
+                    ]
         with m.If(self.read):
             with m.Switch(self.line):
                 with m.Case(IDENTITY_LINE):
@@ -93,6 +105,8 @@ class Registers(wiring.Component):
                     m.d.sync += held.eq(self.device)
                 with m.Case(LINK_COUNTERS_LINE):
                     m.d.sync += held.eq(self.link)
+                with m.Case(EXTENT_COUNTERS_LINE):
+                    m.d.sync += held.eq(extents)
                 with m.Case(RING_LINE):
                     m.d.sync += held.eq(ring)
                 for first, slices in (

@@ -9,7 +9,17 @@ from ..abi.descriptor import MAX_CANDIDATES
 from ..abi.lines import LINE_BYTES
 from ..common.buffer import Buffer
 from ..common.fork import Fork
-from ..interfaces import Bound, FabricPort, OwnerPort, PageItem, QueryLine, ResultJob, Snoop, UnitJob
+from ..interfaces import (
+    EXTENTS_BITS,
+    Bound,
+    FabricPort,
+    OwnerPort,
+    PageItem,
+    QueryLine,
+    ResultJob,
+    Snoop,
+    UnitJob,
+)
 from .admit import Admit
 from .check import Check
 from .claim import Claimer
@@ -50,7 +60,8 @@ class Walker(wiring.Component):
     descriptors : In(stream(Posted)) : descriptors, of all tenants.
     fabric : Out(FabricPort) : reads of headers, page tables, queries and lists; writes of the lists of
         selected pages.
-    owners : Out(OwnerPort).array(slices) : the slices' owner tables, for claims.
+    owners : Out(OwnerPort).array(slices) : the slices' owner tables, for claims and releases.
+    quotas, holdings : In, Out(EXTENTS_BITS) x apertures : extents that each tenant may own, and does own.
     jobs, queries, pages : Out(stream(UnitJob | QueryLine | PageItem)).array(units) : for each unit.
     bounds : In(stream(Bound)).array(units) : from each unit, in passes of bounds.
     results : Out(stream(ResultJob)) : for the results side.
@@ -60,7 +71,7 @@ class Walker(wiring.Component):
     judged : Out(1) : a descriptor, and its table's header where it has one, was checked.
     snoops : In(Snoop).array(slices) : the writes of each slice as the fabric lines them up, so that the lines
         of page tables that are kept on chip are the memory's, see `LineCache`.
-    flush : In(1) : forget all of them.
+    flush : In(1) : forget all of them, as a release does.
     table_hits, table_misses : Out(64) : lines of page tables found on chip, and read from memory.
 
     Everything comes in the order of the descriptors. The walker runs ahead of the units until their streams
@@ -97,6 +108,8 @@ class Walker(wiring.Component):
                 "descriptors": In(stream.Signature(Posted)),
                 "fabric": Out(FabricPort()),
                 "owners": Out(OwnerPort()).array(slices),
+                "quotas": In(EXTENTS_BITS).array(config.apertures),
+                "holdings": Out(EXTENTS_BITS).array(config.apertures),
                 "jobs": Out(stream.Signature(UnitJob)).array(units),
                 "queries": Out(stream.Signature(QueryLine)).array(units),
                 "pages": Out(stream.Signature(PageItem)).array(units),
@@ -121,7 +134,14 @@ class Walker(wiring.Component):
         m.submodules.check = check = Check(capacity_lines=capacity_lines, units=config.units)
         m.submodules.planner = planner = Planner(candidates=self.candidates)
         m.submodules.admit = admit = Admit(queries=config.queries)
-        m.submodules.claimer = claimer = Claimer(slices=config.slices, extents=config.extents)
+        m.submodules.claimer = claimer = Claimer(
+            slices=config.slices, extents=config.extents, apertures=config.apertures
+        )
+        for n in range(config.apertures):
+            m.d.comb += [
+                claimer.quotas[n].eq(self.quotas[n]),
+                self.holdings[n].eq(claimer.holdings[n]),
+            ]
 
         wiring.connect(m, wiring.flipped(self.descriptors), check.i)
         wiring.connect(m, check.o, planner.i)
@@ -133,14 +153,14 @@ class Walker(wiring.Component):
         for owner, out in zip(claimer.owners, self.owners, strict=True):
             wiring.connect(m, owner, wiring.flipped(out))
         if config.units:
-            self._attend(m, check, admit, capacity_lines)
+            self._attend(m, check, admit, claimer, capacity_lines)
 
         in_flight = Signal(IN_FLIGHT_BITS)
         m.d.comb += check.idle.eq(in_flight == 0)
         m.d.sync += in_flight.eq(in_flight + (check.o.valid & check.o.ready) - self.retired)
         return m
 
-    def _attend(self, m, check, admit, capacity_lines):
+    def _attend(self, m, check, admit, claimer, capacity_lines):
         """What good attention jobs need."""
         config = self.config
         m.submodules.passes = passes = Passes(queries=config.queries)
@@ -180,7 +200,7 @@ class Walker(wiring.Component):
         wiring.connect(m, reader.response[ENTRIES], page_feed.lines)
         m.d.comb += [
             *(own.eq(given) for own, given in zip(reader.snoops, self.snoops, strict=True)),
-            reader.flush.eq(self.flush),
+            reader.flush.eq(self.flush | claimer.released),
             self.table_hits.eq(reader.table_hits),
             self.table_misses.eq(reader.table_misses),
         ]

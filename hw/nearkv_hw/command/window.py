@@ -1,4 +1,4 @@
-"""The command window: rings, doorbells and register lines, one window per aperture."""
+"""The command window: rings, doorbells and register lines, one window per aperture, and the owner's page."""
 
 from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import enum, memory, stream, wiring
@@ -8,6 +8,7 @@ from amaranth.utils import ceil_log2
 from ..abi import DeviceConfig
 from ..abi.descriptor import COMPLETION_BYTES, DESCRIPTOR_BYTES
 from ..abi.lines import LINE_BITS, LINE_BYTES
+from ..abi.owner import OWNER_OFFSET
 from ..abi.window import (
     CHANNEL_COUNTERS,
     COMPLETIONS_OFFSET,
@@ -15,18 +16,20 @@ from ..abi.window import (
     DEVICE_COUNTERS,
     DOORBELL,
     DOORBELL_OFFSET,
+    EXTENT_COUNTERS,
     LINK_COUNTERS,
     MEMORY_COUNTERS,
     QUEUE_COUNTERS,
     REGISTERS_OFFSET,
-    WINDOW_BYTES,
 )
-from ..interfaces import REQUEST_ID_BITS, TENANT_BITS, FabricPort
+from ..interfaces import EXTENTS_BITS, REQUEST_ID_BITS, TENANT_BITS, FabricPort, Refusal
 from ..structs import layout_of
+from .owner import OWNER_LINES, OwnerPage
 from .records import Completed, Posted
 from .registers import REGISTER_BITS, Registers
 
-_WINDOW_LINES = WINDOW_BYTES // LINE_BYTES
+_OWNER_LINE = OWNER_OFFSET // LINE_BYTES
+_LINES = _OWNER_LINE + OWNER_LINES
 _DOORBELL_BYTES = DOORBELL["tail"].width // 8
 
 
@@ -38,6 +41,7 @@ class Part(enum.Enum, shape=3):
     EXTENSIONS = 2
     COMPLETIONS = 3
     NOTHING = 4
+    OWNER = 5
 
 
 class CommandWindow(wiring.Component):
@@ -55,7 +59,10 @@ class CommandWindow(wiring.Component):
     cycles : Out(64) : the device's cycle counter.
     device : In(DEVICE_COUNTERS) : counters of the endpoint and the violations; what the window counts itself
         (cycles, jobs, errors) is not looked at.
-    link : In(LINK_COUNTERS) : counters of the link.
+    link : In(LINK_COUNTERS), extents : In(EXTENT_COUNTERS) : counters of the link and of the extents; those
+        of a tenant are not looked at.
+    quotas, holdings : Out, In(EXTENTS_BITS).array(apertures) : extents that each tenant may own, and does.
+    reports, lost, forget : In(stream(Refusal)), In, Out(1) : violations, as of `OwnerPage`.
     channels, memories, queues : In(CHANNEL_COUNTERS | MEMORY_COUNTERS | QUEUE_COUNTERS).array(slices) : those
         of the slices of memory.
 
@@ -63,6 +70,8 @@ class CommandWindow(wiring.Component):
     its second with ones, neither of which is good. A doorbell is refused and counted as an error when it is
     poisoned, partly disabled, goes back, or names more descriptors than the ring holds. Completion records
     and registers cannot be written; what lies between the parts reads as zero.
+
+    Lines behind the window are the owner's page, whatever the aperture; a poisoned write there is refused.
 
     One access in two cycles, answered one cycle after it was taken; a descriptor is posted
     `post_latency_cycles` after its doorbell at the earliest, one in two cycles.
@@ -83,9 +92,15 @@ class CommandWindow(wiring.Component):
                 "cycles": Out(64),
                 "device": In(layout_of(DEVICE_COUNTERS)),
                 "link": In(layout_of(LINK_COUNTERS)),
+                "extents": In(layout_of(EXTENT_COUNTERS)),
                 "channels": In(layout_of(CHANNEL_COUNTERS)).array(config.slices),
                 "memories": In(layout_of(MEMORY_COUNTERS)).array(config.slices),
                 "queues": In(layout_of(QUEUE_COUNTERS)).array(config.slices),
+                "quotas": Out(EXTENTS_BITS).array(config.apertures),
+                "holdings": In(EXTENTS_BITS).array(config.apertures),
+                "reports": In(stream.Signature(Refusal)),
+                "lost": In(8),
+                "forget": Out(1),
             }
         )
 
@@ -93,6 +108,8 @@ class CommandWindow(wiring.Component):
         m = Module()
         m.submodules.registers = registers = Registers(config=self.config)
         refused, completed, failed = Signal(), Signal(), Signal()
+        self._page = m.submodules.owner = OwnerPage(config=self.config)
+        self._own(m, registers)
         self._count(m, registers, refused, completed, failed)
         rung = Signal(self.config.apertures)  # by a doorbell with new descriptors
         self._answer(m, registers, refused, rung)
@@ -116,10 +133,23 @@ class CommandWindow(wiring.Component):
             registers.device.jobs.eq(jobs),
             registers.device.errors.eq(errors),
         ]
-        m.d.comb += registers.link.eq(self.link)
+        m.d.comb += [registers.link.eq(self.link), registers.extents.eq(self.extents)]
         for name in ("channels", "memories", "queues"):
             for theirs, given in zip(getattr(registers, name), getattr(self, name), strict=True):
                 m.d.comb += theirs.eq(given)
+
+    def _own(self, m, registers):
+        """What goes by the owner's page."""
+        page = self._page
+        wiring.connect(m, wiring.flipped(self.reports), page.reports)
+        m.d.comb += [page.cycles.eq(self.cycles), page.lost.eq(self.lost), self.forget.eq(page.forget)]
+        for n in range(self.config.apertures):
+            m.d.comb += [
+                self.quotas[n].eq(page.quotas[n]),
+                page.holdings[n].eq(self.holdings[n]),
+                registers.quotas[n].eq(page.quotas[n]),
+                registers.holdings[n].eq(self.holdings[n]),
+            ]
 
     @property
     def _slots(self):
@@ -134,7 +164,7 @@ class CommandWindow(wiring.Component):
         """Takes an access in one cycle and answers it from the next on."""
         request, response = self.host.request, self.host.response
         access = request.payload
-        line = access.line[: ceil_log2(_WINDOW_LINES)]
+        line = access.line[: ceil_log2(_LINES)]
         slot_lines = DESCRIPTOR_BYTES // LINE_BYTES
         self._descriptor_rings = [
             memory.Memory(shape=LINE_BITS, depth=self._slots, init=[]) for _ in range(slot_lines)
@@ -148,6 +178,8 @@ class CommandWindow(wiring.Component):
         record = line - COMPLETIONS_OFFSET // LINE_BYTES
         in_registers = _within(line, REGISTERS_OFFSET // LINE_BYTES, 1 << REGISTER_BITS)
         in_descriptors = _within(line, DESCRIPTORS_OFFSET // LINE_BYTES, slot_lines * self.config.ring_slots)
+        in_page = line >= _OWNER_LINE
+        page = self._page
         in_records = _within(line, COMPLETIONS_OFFSET // COMPLETION_BYTES, self.config.ring_slots)
 
         busy, take, write = Signal(), Signal(), Signal()
@@ -160,6 +192,11 @@ class CommandWindow(wiring.Component):
             registers.read.eq(take),
             registers.line.eq(line),
             registers.aperture.eq(access.tenant),
+            page.access.eq(take & in_page),
+            page.line.eq(line),
+            page.write.eq(access.write & ~access.poison),
+            page.given.eq(access.data),
+            page.enable.eq(access.enable),
             records_read.en.eq(take),
             records_read.addr.eq(self._slot(access.tenant, record)),
             response.valid.eq(busy),
@@ -185,6 +222,7 @@ class CommandWindow(wiring.Component):
                 (Part.DESCRIPTORS, shown[0]),
                 (Part.EXTENSIONS, shown[1]),
                 (Part.COMPLETIONS, records_read.data),
+                (Part.OWNER, page.data),
             ):
                 with m.Case(source):
                     m.d.comb += response.payload.data.eq(value)
@@ -198,6 +236,8 @@ class CommandWindow(wiring.Component):
             with m.If(~access.write):
                 with m.If(in_registers):
                     m.d.sync += part.eq(Part.REGISTERS)
+                with m.If(in_page):
+                    m.d.sync += part.eq(Part.OWNER)
                 with m.If(in_descriptors):
                     second = descriptor[: ceil_log2(slot_lines)].any()
                     m.d.sync += part.eq(Mux(second, Part.EXTENSIONS, Part.DESCRIPTORS))
@@ -206,6 +246,8 @@ class CommandWindow(wiring.Component):
         with m.Elif(response.ready):
             m.d.sync += busy.eq(0)
 
+        with m.If(page.refused | (write & in_page & access.poison)):
+            m.d.comb += refused.eq(1)
         doorbell = write & (line == DOORBELL_OFFSET // LINE_BYTES)
         self._ring_doorbell(m, registers, doorbell, refused, rung)
 

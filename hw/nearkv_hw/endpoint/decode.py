@@ -3,14 +3,20 @@
 from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
+from amaranth.utils import exact_log2
 
 from ..abi import DeviceConfig, cxl, window
 from ..abi.lines import LINE_BYTES, LINE_SHIFT
+from ..abi.owner import OWNER_BYTES, OWNER_OFFSET
 from ..interfaces import LINE_ADDRESS_BITS, REQUEST_ID_BITS, TENANT_BITS
 
 _OPCODE_BITS = cxl.M2S_REQ["opcode"].width
 _ADDRESS_BITS = cxl.M2S_REQ["address"].width
 _WINDOW_LINES = window.WINDOW_BYTES // LINE_BYTES
+_PAGE_SHIFT = exact_log2(OWNER_BYTES // LINE_BYTES)
+_END_LINE = (OWNER_OFFSET + OWNER_BYTES) // LINE_BYTES
+"""The owner's page follows the window of aperture 0."""
+assert OWNER_OFFSET == window.WINDOW_BYTES
 
 
 class Message(data.Struct):
@@ -27,7 +33,8 @@ class Access(data.Struct):
     """A message that was understood. At most one of `memory` and `window`; with neither the endpoint answers
     itself.
 
-    `line` is of the device or of the window. `drs`: the host waits for data, else for a completion.
+    `line` is of the device, or of the window and the owner's page behind it. `drs`: the host waits for data,
+    else for a completion.
     """
 
     memory: 1
@@ -97,11 +104,12 @@ class Decoder(wiring.Component):
         message, access = self.i.payload, self.o.payload
         bits = (self.config.capacity_bytes - 1).bit_length() - LINE_SHIFT
         offset, upper, aperture = message.address[:bits], message.address[bits], message.address[bits + 1 :]
-        exists, in_memory, in_window = Signal(), Signal(), Signal()
+        exists, in_memory, in_window, of_page = Signal(), Signal(), Signal(), Signal()
         m.d.comb += [
             exists.eq(aperture < self.config.apertures),
             in_memory.eq(exists & ~upper),
-            in_window.eq(exists & upper & (offset < _WINDOW_LINES)),
+            of_page.eq((offset[_PAGE_SHIFT:] == _WINDOW_LINES >> _PAGE_SHIFT) & ~aperture.any()),
+            in_window.eq(exists & upper & ((offset < _WINDOW_LINES) | of_page)),
         ]
 
         def req_is(opcodes):
@@ -122,7 +130,7 @@ class Decoder(wiring.Component):
             access.partial.eq(message.opcode == cxl.M2SRwDOp.MEM_WR_PTL),
             access.poison.eq(message.poison),
             access.tenant.eq(aperture),
-            access.line.eq(Mux(upper, offset[: (_WINDOW_LINES - 1).bit_length()], offset)),
+            access.line.eq(Mux(upper, offset[: (_END_LINE - 1).bit_length()], offset)),
             access.id.eq(message.id),
             self.o.valid.eq(self.i.valid & ~drops),
             self.i.ready.eq(self.o.ready | drops),

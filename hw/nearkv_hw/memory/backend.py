@@ -16,7 +16,7 @@ def unit_access(slot_bits):
 def fabric_access(slot_bits):
     """A read or write of a line of the channel; `slot` comes back when it is done.
 
-    A write with `partial` set leaves the bytes that are not in `enable`.
+    A write with `partial` set leaves the bytes that are not in `enable`; without it `enable` has no meaning.
     """
     return data.StructLayout(
         {

@@ -1,15 +1,16 @@
-"""A memory channel: owner check, arbitration between attention unit and fabric, the memory behind them."""
+"""A memory channel: owner check, arbitration of attention unit, fabric and scrub, the memory behind them."""
 
-from amaranth.hdl import Cat, Module, Signal, Value
+from amaranth.hdl import Cat, Module, Mux, Signal, Value
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import ceil_log2
 
 from ..abi import DeviceConfig
-from ..abi.config import EXTENT_SHIFT, Placement
+from ..abi.config import Placement
 from ..abi.dram import Dram
-from ..abi.lines import LINE_BITS, LINE_SHIFT
+from ..abi.lines import LINE_BITS
+from ..abi.owner import Violation
 from ..common.arbiter import RoundRobin
 from ..common.buffer import Buffer
 from ..common.reorder import Reorder
@@ -20,15 +21,17 @@ from ..interfaces import (
     FabricResponse,
     Fault,
     OwnerPort,
+    Refusal,
     UnitMemory,
 )
+from .audit import Reporter
 from .backend import fabric_access, unit_access, write_answer
 from .dram.memory import COUNTERS as MEMORY_COUNTERS
 from .dram.memory import DramMemory
 from .fixed import FixedMemory
 from .owners import OwnerTable
+from .scrub import EXTENT_LINES_LOG2, Scrubber
 
-EXTENT_LINES_LOG2 = EXTENT_SHIFT - LINE_SHIFT
 OUTSTANDING = 128
 """Accesses of each client that may be under way: enough to hide a row that must be closed and opened."""
 _CHECKED = 4
@@ -48,6 +51,7 @@ class _Asked(data.Struct):
     id: REQUEST_ID_BITS
     write: 1
     fault: Fault
+    scrub: 1  # nobody waits for the answer
 
 
 class MemoryChannel(wiring.Component):
@@ -58,6 +62,10 @@ class MemoryChannel(wiring.Component):
     carried out in the order in which they were accepted, and a read accepted after a write was answered sees
     the write, whoever asks. A unit and a fabric that both want the channel get their shares (see
     `DeviceConfig.fabric_share`). Until the owner table is clear after reset nothing is accepted.
+
+    Zeros are written over an extent that was given back, as writes of the fabric behind all those that were
+    accepted before, one line in `SCRUB_INTERVAL_CYCLES` where neither unit nor fabric asks, and where they
+    always do, one in `SCRUB_PATIENCE_CYCLES` and little more. Only then is the extent free.
 
     Parameters
     ----------
@@ -70,7 +78,12 @@ class MemoryChannel(wiring.Component):
     fabric : In(FabricPort) : reads and writes by everybody else, answered in order. Lines are the channel's.
         A request is accepted only when room for its answer is set aside: answers left lying stop only whoever
         leaves them.
-    owner : In(OwnerPort) : look-ups and claims of extents of the channel.
+    owner : In(OwnerPort) : look-ups, claims and releases of extents of the channel.
+    scrubbing, free : Out : extents that were given back and are not zero yet, and free ones.
+    scrub_lines : Out(64) : lines that zeros were written over.
+    refused : Out(stream(Refusal)).array : reports of refused accesses, one stream for each check of the owner
+        table; `line` is of the channel.
+    missed, forget : Out, In(1) : see `Reporter`; a bit of `missed` for each.
     fabric_reads, fabric_writes : Out(64) : lines read and written for the fabric, refused ones not counted.
     conflicts : Out(64) : cycles in which unit and fabric both had a request.
     blocked_cycles : Out(64) : cycles in which a request of unit or fabric found no room.
@@ -94,9 +107,21 @@ class MemoryChannel(wiring.Component):
                 "unit": In(UnitMemory()),
                 "fabric": In(FabricPort()),
                 "owner": In(OwnerPort()),
+                "scrubbing": Out(range(config.slice_extents + 1)),
+                "free": Out(range(config.slice_extents + 1)),
+                "scrub_lines": Out(64),
+                "refused": Out(stream.Signature(Refusal)).array(self.reports),
+                "missed": Out(self.reports),
+                "forget": In(1),
                 **{name: Out(64) for name in counters},
             }
         )
+
+    @property
+    def reports(self):
+        """Streams of reports."""
+        # a unit at the PHY does not share the controller's front
+        return 2 if self.config.placement is Placement.PHY else 1
 
     path_cycles = 2 + Reorder.latency_cycles
     """Cycles of an access outside the memory: check, buffer, and the way back."""
@@ -121,15 +146,24 @@ class MemoryChannel(wiring.Component):
         else:
             memory = DramMemory(channel=self.channel, config=config, slot_bits=bits)
         m.submodules.memory = memory
-        apart = config.placement is Placement.PHY  # a unit there does not share the controller's front
-        m.submodules.owners = owners = OwnerTable(config=config, checks=2 if apart else 1)
+        apart = self.reports == 2
+        m.submodules.owners = owners = OwnerTable(config=config, checks=self.reports)
         wiring.connect(m, wiring.flipped(self.owner), owners.port)
+
+        m.submodules.scrubber = scrubber = Scrubber(extents=config.slice_extents)
+        wiring.connect(m, owners.scrub, scrubber.extent)
+        m.d.comb += [
+            self.scrubbing.eq(owners.scrubbing),
+            self.free.eq(owners.free),
+            self.scrub_lines.eq(scrubber.lines),
+        ]
 
         unit = _Client(shape=unit_access(bits))
         fabric = _Client(shape=fabric_access(bits), marks=memory.writers)
+        m.d.comb += scrubber.written.eq(fabric.scrubbed)
         m.submodules.unit_client, m.submodules.fabric_client = unit, fabric
         clients = [(self.unit.request, unit), (self.fabric.request, fabric)]
-        self._check(m, owners, [[client] for client in clients] if apart else [clients])
+        self._check(m, owners, scrubber, [[client] for client in clients] if apart else [clients])
         self._connect(m, memory.port, unit, fabric)
         self._answer(m, unit, fabric)
 
@@ -144,8 +178,11 @@ class MemoryChannel(wiring.Component):
                 m.d.comb += getattr(self, name).eq(getattr(memory, name))
         return m
 
-    def _check(self, m, owners, client_sets):
-        """Accesses meet their owners, one per cycle of every set of clients; what passes goes on."""
+    def _check(self, m, owners, scrubber, client_sets):
+        """Accesses meet their owners, one per cycle of every set of clients; what passes goes on.
+
+        The scrubber's lines are accesses of the last client, the fabric, and take turns that are left over.
+        """
         counted = {name: [] for name in ("fabric_reads", "fabric_writes", "violations")}
         for n, (check, clients) in enumerate(zip(owners.checks, client_sets, strict=True)):
             m.submodules[f"turns_{n}"] = turns = RoundRobin(count=len(clients))
@@ -154,15 +191,28 @@ class MemoryChannel(wiring.Component):
             partial = Signal(name=f"partial_{n}", reset_less=True)
             beside = {"slot": slot, "partial": partial}
             whose = Signal(len(clients), name=f"whose_{n}")
+            scrubs = Signal(name=f"scrubs_{n}")  # what stands in `stage` is a line to scrub
+            insists, scrub = Signal(name=f"insists_{n}"), Signal(name=f"scrub_{n}")
+            if n == len(client_sets) - 1:
+                waits = scrubber.o.valid & clients[-1][1].room
+                others = Cat(request.valid for request, _ in clients).any()
+                m.d.comb += [
+                    insists.eq(scrubber.urgent & waits),
+                    scrub.eq(insists | (waits & ~others)),
+                    scrubber.o.ready.eq(scrub),
+                ]
+                m.d.sync += scrubs.eq(scrub)
             m.d.comb += [
                 turns.accept.eq(owners.ready & turns.grant.any()),
-                check.valid.eq(turns.accept),
+                check.valid.eq(turns.accept | scrub),
             ]
-            m.d.sync += whose.eq(turns.grant & turns.accept.replicate(len(clients)))
+            m.d.sync += whose.eq(
+                turns.grant & turns.accept.replicate(len(clients)) | (scrub << len(clients) - 1)
+            )
             for k, (request, client) in enumerate(clients):
                 asked, write = request.payload, _field(request.payload, "write")
                 m.d.comb += [
-                    turns.requests[k].eq(request.valid & client.room),
+                    turns.requests[k].eq(request.valid & client.room & ~insists),
                     request.ready.eq(owners.ready & turns.grant[k]),
                     client.take.eq(request.ready),
                 ]
@@ -181,19 +231,48 @@ class MemoryChannel(wiring.Component):
                         *(stage[name].eq(_field(asked, name)) for name in ("enable", "data")),
                         partial.eq(~Value.cast(_field(asked, "enable")).all()),
                     ]
+            if n == len(client_sets) - 1:
+                with m.If(scrub):
+                    m.d.comb += [clients[-1][1].take.eq(1), check.extent.eq(scrubber.extent.payload)]
+                    m.d.sync += [
+                        stage.line.eq(scrubber.o.payload),
+                        stage.write.eq(1),
+                        stage.poison.eq(0),
+                        stage.data.eq(0),
+                        partial.eq(0),
+                        slot.eq(clients[-1][1].slot),
+                    ]
 
+            owner = check.owner
+            allowed = Mux(scrubs, owner.scrubbing, owner.owned & (owner.tenant == stage.tenant))
             fault = Signal(Fault, name=f"fault_{n}")
             with m.If(stage.line >= self.config.slice_lines):
                 m.d.comb += fault.eq(Fault.OUTSIDE)
-            with m.Elif(~check.owner.owned | (check.owner.tenant != stage.tenant)):
+            with m.Elif(~allowed):
                 m.d.comb += fault.eq(Fault.DENIED)
             good = fault == Fault.NONE
+            m.submodules[f"reporter_{n}"] = reporter = Reporter()
+            wiring.connect(m, reporter.o, wiring.flipped(self.refused[n]))
+            refusal = reporter.i.refusal
+            m.d.comb += [
+                reporter.i.valid.eq(whose.any() & (fault == Fault.DENIED)),
+                refusal.line.eq(stage.line),
+                refusal.tenant.eq(stage.tenant),
+                refusal.kind.eq(Mux(stage.write, Violation.WRITE, Violation.READ)),
+                reporter.forget.eq(self.forget),
+                self.missed[n].eq(reporter.missed),
+            ]
+            for k, (_, client) in enumerate(clients):
+                if "write" not in client.shape.members:  # the unit
+                    with m.If(whose[k]):
+                        m.d.comb += refusal.kind.eq(Violation.UNIT_READ)
             for k, (_, client) in enumerate(clients):
                 m.d.comb += [
                     client.checked.eq(whose[k]),
                     client.fault.eq(fault),
                     client.id.eq(stage.id),
                     client.write.eq(stage.write),
+                    client.scrub.eq(scrubs),
                     *(
                         client.access[name].eq(beside[name] if name in beside else stage[name])
                         for name in client.shape.members
@@ -201,7 +280,7 @@ class MemoryChannel(wiring.Component):
                 ]
                 if "write" in client.shape.members:
                     counted["fabric_reads"].append(whose[k] & good & ~stage.write)
-                    counted["fabric_writes"].append(whose[k] & good & stage.write)
+                    counted["fabric_writes"].append(whose[k] & good & stage.write & ~scrubs)
                 counted["violations"].append(whose[k] & (fault == Fault.DENIED))
         for name, events in counted.items():
             counter, now = getattr(self, name), Signal(range(len(events) + 1), name=f"{name}_now")
@@ -251,10 +330,11 @@ class _Client(wiring.Component):
     Members
     -------
     room, take, slot : an access can be accepted; it is, and its answer's place is `slot`.
-    checked, fault, id, write, access : in the next cycle: what the check found, and the access.
+    checked, fault, id, write, scrub, access : in the next cycle: what the check found, and the access.
     accesses : Out(stream) : what passed.
     arrive, arrive_slot, arrived, marks : answers of the memory.
-    o : Out(stream(FabricResponse)) : answers, in order.
+    o : Out(stream(FabricResponse)) : answers, in order, but those of scrubs.
+    scrubbed : Out(1) : a scrub would have its answer.
     """
 
     def __init__(self, *, shape, marks=0):
@@ -269,6 +349,7 @@ class _Client(wiring.Component):
                 "fault": In(Fault),
                 "id": In(REQUEST_ID_BITS),
                 "write": In(1),
+                "scrub": In(1),
                 "access": In(shape),
                 "accesses": Out(stream.Signature(shape)),
                 "arrive": In(1),
@@ -276,6 +357,7 @@ class _Client(wiring.Component):
                 "arrived": In(_Read),
                 "marks": In(write_answer(bits)).array(marks),
                 "o": Out(stream.Signature(FabricResponse)),
+                "scrubbed": Out(1),
             }
         )
 
@@ -312,6 +394,7 @@ class _Client(wiring.Component):
             keep.data.id.eq(self.id),
             keep.data.write.eq(self.write),
             keep.data.fault.eq(self.fault),
+            keep.data.scrub.eq(self.scrub),
             reorder.arrive.eq(self.arrive),
             reorder.arrive_slot.eq(self.arrive_slot),
             reorder.arrived.eq(self.arrived),
@@ -322,8 +405,9 @@ class _Client(wiring.Component):
         answer, read = self.o.payload, reorder.o.payload
         m.d.comb += [
             recall.addr.eq(read.slot),
-            self.o.valid.eq(reorder.o.valid),
-            reorder.o.ready.eq(self.o.ready),
+            self.o.valid.eq(reorder.o.valid & ~recall.data.scrub),
+            self.scrubbed.eq(reorder.o.valid & recall.data.scrub),
+            reorder.o.ready.eq(self.o.ready | recall.data.scrub),
             answer.id.eq(recall.data.id),
             answer.write.eq(recall.data.write),
             answer.fault.eq(recall.data.fault),

@@ -66,7 +66,8 @@ class FixedMemory(wiring.Component):
             operations.i.valid.eq(arbiter.grant.any()),
             now.unit.eq(arbiter.grant[0]),
             contents.i.valid.eq(arbiter.grant[1] & fabric.write),
-            *(contents.i.payload[name].eq(fabric[name]) for name in content.members),
+            contents.i.payload.data.eq(fabric.data),
+            contents.i.payload.enable.eq(fabric.enable | (~fabric.partial).replicate(LINE_BYTES)),
         ]
         with m.If(arbiter.grant[0]):
             m.d.comb += [now.slot.eq(unit.slot), now.line.eq(unit.line)]

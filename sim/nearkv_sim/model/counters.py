@@ -17,12 +17,14 @@ class Counters:
     Members
     -------
     device : the fields of DEVICE_COUNTERS.
+    extents : those of EXTENT_COUNTERS that are of all tenants, as of the last `Memory.settle`.
     channels : those of CHANNEL_COUNTERS, int64 [slices] each.
     memory : those of MEMORY_COUNTERS, int64 [slices] each; all but lines corrected and lost stay zero.
     """
 
     def __init__(self, config: DeviceConfig) -> None:
         self.device = {field.name: 0 for field in DEVICE_COUNTERS if not field.reserved}
+        self.extents = dict.fromkeys(("scrubbing", "free", "scrub_lines"), 0)
         self.channels: dict[str, npt.NDArray[np.int64]] = {
             field.name: np.zeros(config.slices, dtype=np.int64) for field in CHANNEL_COUNTERS
         }
@@ -34,6 +36,7 @@ class Counters:
     def clear(self) -> None:
         """All count from zero again."""
         self.device.update(dict.fromkeys(self.device, 0))
+        self.extents.update(dict.fromkeys(self.extents, 0))
         for counted in (*self.channels.values(), *self.memory.values()):
             counted[:] = 0
 

@@ -7,8 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 from nearkv_hw.abi import DeviceConfig, Feature, Opcode, Status
+from nearkv_hw.abi.config import Placement
 from nearkv_hw.abi.descriptor import ATTEND, CLAIM, COMPLETION
 from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.owner import Violation
 
 from ..columns import column
 from ..port import Lines
@@ -94,7 +96,8 @@ class Engine:
     def serve(self, window: CommandWindow) -> None:
         """Do everything that is posted in a window's ring.
 
-        Attention jobs between two claims or NOPs read memory as it was before the first of them wrote.
+        Attention jobs between two claims, releases or NOPs read memory as it was before the first of them
+        wrote.
         """
         first, descriptors, extensions = window.fetch()
         fences = [
@@ -111,7 +114,7 @@ class Engine:
                 window.complete(first + begin, self._records(batch, first + begin))
 
     def _run(self, batch: _Batch, tenant: int, *, fenced: bool) -> None:
-        """Do a batch; where it is fenced its first descriptor is a claim or NOP."""
+        """Do a batch; where it is fenced its first descriptor is a claim, release or NOP."""
         left = np.ones(len(batch.descriptors), np.bool_)
         if fenced:
             self._pass_fence(batch, tenant)
@@ -132,9 +135,10 @@ class Engine:
 
     def _pass_fence(self, batch: _Batch, tenant: int) -> None:
         descriptor = batch.descriptors[0].tobytes()
-        if column(ATTEND, "opcode", batch.descriptors)[0] == Opcode.CLAIM_EXTENTS:
+        opcode = Opcode(int(column(ATTEND, "opcode", batch.descriptors)[0]))
+        if opcode is not Opcode.NOP:
             try:
-                self._claim(CLAIM.unpack(descriptor), tenant)
+                batch.detail[0] = self._own(opcode, CLAIM.unpack(descriptor), tenant)
             except Refusal as refusal:
                 batch.refuse(0, refusal)
 
@@ -221,7 +225,7 @@ class Engine:
         """Count the lines of a job's rows, in pages with these first lines, and note its work."""
         config, counters = self._config, self._counters
         lines = lines_of(job, parts) * len(passes)
-        counters.device["violations"] += int(lines[~self.memory.allowed(first_lines, job.tenant)].sum())
+        self._refuse(first_lines, lines, job.tenant)
         # as doubles, which hold the counts of 2^23 rows exactly
         streamed = np.bincount(self.memory.channels_of(first_lines), lines, config.slices).astype(np.int64)
         counters.stream(streamed)
@@ -237,7 +241,7 @@ class Engine:
         """Count the lines of the summaries that a selection reads, in passes of their own."""
         config, counters = self._config, self._counters
         lines = np.full(len(first_lines), 2 * job.layout.summary_lines * len(passes))
-        counters.device["violations"] += int(lines[~self.memory.allowed(first_lines, job.tenant)].sum())
+        self._refuse(first_lines, lines, job.tenant)
         channels = self.memory.channels_of(first_lines)
         counters.stream(np.bincount(channels, lines, config.slices).astype(np.int64))
         for queries in passes:
@@ -245,13 +249,23 @@ class Engine:
         batch.passes[index] = len(passes)
         batch.lines[index] += lines.sum()
 
-    def _claim(self, fields: dict[str, int], tenant: int) -> None:
+    def _refuse(self, first_lines: LineIndices, lines: LineIndices, tenant: int) -> None:
+        """Count and log the lines of pages, with these first ones, that units are refused."""
+        denied = ~self.memory.allowed(first_lines, tenant)
+        kind = Violation.READ if self._config.placement is Placement.FABRIC else Violation.UNIT_READ
+        self.memory.refuse(first_lines[denied], tenant, kind, lines[denied])
+
+    def _own(self, opcode: Opcode, fields: dict[str, int], tenant: int) -> int:
+        """Do a claim or a release; the detail of its record."""
         first, count = fields["first_extent"], fields["extent_count"]
         if count == 0 or first + count > self._config.extents:
             raise Refusal(Status.BAD_EXTENT)
-        taken = self.memory.claim(first, count, tenant)
-        if taken is not None:
-            raise Refusal(Status.EXTENT_TAKEN, taken)
+        if opcode is Opcode.RELEASE_EXTENTS:
+            return self.memory.release(first, count, tenant)
+        status, detail = self.memory.claim(first, count, tenant)
+        if status is not Status.OK:
+            raise Refusal(status, detail)
+        return detail
 
     def _finish(self, batch: _Batch) -> None:
         """Compute the other good jobs, write all results in order, and count what the batch came to."""
@@ -331,7 +345,7 @@ class Engine:
 
 
 def _is_fence(descriptor: bytes) -> bool:
-    """Whether a descriptor is a claim or NOP; one at fault is none."""
+    """Whether a descriptor is a claim, release or NOP; one at fault is none."""
     try:
         return opcode_of(ATTEND.unpack(descriptor), descriptor) is not Opcode.ATTEND
     except Refusal:

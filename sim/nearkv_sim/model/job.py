@@ -43,7 +43,12 @@ FORMATS: dict[int, Format] = {form.code: form for form in QUERY_FORMATS.values()
 PLAIN = Feature(0)
 EXTENDING = Feature.all() & ~(Feature.NARROW | Feature.LARGE_ROWS | Feature.OUTPUT_SCALE)
 """Features that a job asks for in its extension."""
-_LAYOUTS = {Opcode.NOP: NOP, Opcode.ATTEND: ATTEND, Opcode.CLAIM_EXTENTS: CLAIM}
+_LAYOUTS = {
+    Opcode.NOP: NOP,
+    Opcode.ATTEND: ATTEND,
+    Opcode.CLAIM_EXTENTS: CLAIM,
+    Opcode.RELEASE_EXTENTS: CLAIM,
+}
 _OPTION_FEATURES = {
     OPTION_CAUSAL: Feature.QUERY_ROWS,
     OPTION_TREE: Feature.TREE,

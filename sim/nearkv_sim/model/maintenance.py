@@ -60,9 +60,10 @@ class ModelMaintenance:
 
     def erase(self) -> None:
         """See `Maintenance.erase`."""
-        withheld = self._memory().withheld
+        before = self._memory()
         self._restart()
-        self._memory().withheld = withheld
+        self._memory().withheld = before.withheld
+        self._memory().page = before.page  # the owner's, whatever tenants have
 
     def withhold(self, address: int, size: int) -> None:
         """See `Maintenance.withhold`."""

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from nearkv_hw.abi import DeviceConfig
-from nearkv_hw.abi.config import EXTENT_SHIFT
+from nearkv_hw.abi import DeviceConfig, Status
+from nearkv_hw.abi.config import EXTENT_SHIFT, SCRUB_INTERVAL_CYCLES
 from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.mailbox import PoisonSource
+from nearkv_hw.abi.owner import Violation
 
 from ..port import Lines
+from .audit import OwnerPage
 from .counters import Counters
 
 LineIndices = npt.NDArray[np.int64]
@@ -23,6 +25,10 @@ EXTENT_LINES_SHIFT = EXTENT_SHIFT - LINE_SHIFT
 NOBODY = -1
 WITHHELD = -2
 """Owner of an extent that no tenant may have."""
+SCRUBBING = -3
+"""Owner of an extent that was given back and is not free yet."""
+_EXTENT_LINES = 1 << EXTENT_LINES_SHIFT
+_SCRUB_CYCLES = SCRUB_INTERVAL_CYCLES * _EXTENT_LINES
 _WORD_BITS = 64
 _WORD_CHECK_BITS = 8
 _ALL_BYTES = (1 << LINE_BYTES) - 1
@@ -44,13 +50,14 @@ class Memory:
     Members
     -------
     lines : uint8 [lines, 64], the image itself, unchecked.
-    owners : int8 [extents], the tenant, NOBODY or WITHHELD.
+    owners : int8 [extents], the tenant, NOBODY, WITHHELD or SCRUBBING.
+    page : the owner's page.
     """
 
     def __init__(self, config: DeviceConfig, counters: Counters) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        image = mmap.mmap(-1, config.capacity_bytes, flags=flags)
-        self.lines: Lines = np.frombuffer(image, dtype=np.uint8).reshape(-1, LINE_BYTES)
+        self._image = mmap.mmap(-1, config.capacity_bytes, flags=flags)
+        self.lines: Lines = np.frombuffer(self._image, dtype=np.uint8).reshape(-1, LINE_BYTES)
         self._owners = np.full(config.extents + 1, NOBODY, dtype=np.int8)
         self.owners = self._owners[:-1]  # the last one stands for whatever lies beyond the memory
         self._flipped: dict[int, set[int]] = {}
@@ -60,6 +67,9 @@ class Memory:
         self._found: set[int] = set()
         self._channels = config.slices
         self._counters = counters
+        self.page = OwnerPage(config, counters)
+        self._scrubbing: dict[int, int] = {}
+        """Extents that were given back, and the device's cycle in which each is free."""
 
     def allowed(self, lines: LineIndices, tenant: int) -> Mask:
         """Which lines the tenant may touch; nothing is counted."""
@@ -71,12 +81,18 @@ class Memory:
         allowed = self.allowed(lines, tenant)
         touched = lines
         if not allowed.all():
-            violations = ~allowed & (lines < len(self.lines))
-            self._counters.device["violations"] += int(np.count_nonzero(violations))
+            kind = Violation.READ if counter == "fabric_reads" else Violation.WRITE
+            self.refuse(lines[~allowed & (lines < len(self.lines))], tenant, kind)
             touched = lines[allowed]
         channels = self.channels_of(touched)
         self._counters.channels[counter] += np.bincount(channels, minlength=self._channels)
         return allowed
+
+    def refuse(self, lines: LineIndices, tenant: int, kind: Violation, each: int | LineIndices = 1) -> None:
+        """Count violations, for each of these lines so many, and log them."""
+        if len(lines):
+            self._counters.device["violations"] += int(np.broadcast_to(each, lines.shape).sum())
+            self.page.report(lines, tenant, kind)
 
     def read(self, lines: LineIndices, tenant: int) -> tuple[Lines, Mask]:
         """Lines [n, 64], zero where the tenant may not read, and where it may."""
@@ -166,12 +182,10 @@ class Memory:
 
     def withhold(self, first: int, count: int) -> None:
         """Erase extents and keep them from all tenants."""
-        begin, end = first << EXTENT_LINES_SHIFT, first + count << EXTENT_LINES_SHIFT
-        self.lines[begin:end] = 0
-        for line in [line for line in self._flipped if begin <= line < end]:
-            del self._flipped[line]
-        self._bad = {line for line in self._bad if not begin <= line < end}
+        self._erase(first, count)
         self.owners[first : first + count] = WITHHELD
+        for extent in range(first, first + count):
+            self._scrubbing.pop(extent, None)
 
     def give(self, first: int, count: int) -> None:
         """Let tenants claim extents that were withheld."""
@@ -221,14 +235,60 @@ class Memory:
             if all_bytes:
                 self._bad.discard(line)
 
-    def claim(self, first: int, count: int, tenant: int) -> int | None:
-        """Give extents to a tenant, all or none; the first that another tenant owns; None if given."""
+    def claim(self, first: int, count: int, tenant: int) -> tuple[Status, int]:
+        """Give extents to a tenant, all or none; how that ends, as a completion record says it."""
+        self.settle()
         owners = self.owners[first : first + count]
-        taken = np.flatnonzero((owners != NOBODY) & (owners != tenant))
+        fresh = owners != tenant
+        taken = np.flatnonzero((owners != NOBODY) & fresh)
         if len(taken):
-            return first + int(taken[0])
+            busy = owners[taken[0]] == SCRUBBING
+            return Status.EXTENT_BUSY if busy else Status.EXTENT_TAKEN, first + int(taken[0])
+        quota = self.page.quotas[tenant]
+        if int(np.count_nonzero(self.owners == tenant)) + int(np.count_nonzero(fresh)) > quota:
+            return Status.OVER_QUOTA, quota
         owners[:] = tenant
-        return None
+        return Status.OK, 0
+
+    def release(self, first: int, count: int, tenant: int) -> int:
+        """Take those of the extents that a tenant owns back from it; how many there are.
+
+        They are zero from now on, and free once a device has written that: each slice one after the other.
+        """
+        self.settle()
+        own = (first + np.flatnonzero(self.owners[first : first + count] == tenant)).tolist()
+        ends = [self._counters.device["cycles"]] * self._channels
+        for extent, end in self._scrubbing.items():
+            ends[extent % self._channels] = max(ends[extent % self._channels], end)
+        for extent in own:
+            self._erase(extent, 1)
+            self.owners[extent] = SCRUBBING
+            ends[extent % self._channels] += _SCRUB_CYCLES
+            self._scrubbing[extent] = ends[extent % self._channels]
+        return len(own)
+
+    def settle(self) -> None:
+        """What has been scrubbed by the present cycle is free."""
+        now = self._counters.device["cycles"]
+        for extent in [extent for extent, end in self._scrubbing.items() if end <= now]:
+            del self._scrubbing[extent]
+            self.owners[extent] = NOBODY
+            self._counters.extents["scrub_lines"] += _EXTENT_LINES
+        self._counters.extents["scrubbing"] = len(self._scrubbing)
+        self._counters.extents["free"] = int(np.count_nonzero(self.owners == NOBODY))
+
+    @property
+    def scrubbed_at(self) -> int:
+        """The cycle in which all that was given back is free."""
+        return max(self._scrubbing.values(), default=0)
+
+    def _erase(self, first: int, count: int) -> None:
+        """Extents become zero, and no line of them is poisoned any longer."""
+        begin, end = first << EXTENT_LINES_SHIFT, first + count << EXTENT_LINES_SHIFT
+        self._image.madvise(mmap.MADV_DONTNEED, first << EXTENT_SHIFT, count << EXTENT_SHIFT)
+        for line in [line for line in self._flipped if begin <= line < end]:
+            del self._flipped[line]
+        self._bad = {line for line in self._bad if not begin <= line < end}
 
     def channels_of(self, lines: LineIndices) -> LineIndices:
         """The channel in which each line lies."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi import DeviceConfig, Feature
 from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
+from nearkv_hw.abi.owner import OWNER_BYTES, OWNER_OFFSET
 from nearkv_hw.abi.window import WINDOW_BYTES
 
 from ..events import ALL, CAPACITY, EventKind
@@ -133,8 +134,9 @@ class ModelPort:
         """New memory and new command windows; counters go on."""
         config = self.config
         self._engine = Engine(config, self._counters, self._attend, self.features)
+        memory = self._engine.memory
         self._windows = [
-            CommandWindow(config, a, self.features, self._counters) for a in range(config.apertures)
+            CommandWindow(config, a, self.features, self._counters, memory) for a in range(config.apertures)
         ]
 
     def _open_engine(self) -> Engine:
@@ -194,15 +196,24 @@ class ModelPort:
         return data, access
 
     def _poll(self, memory: Memory, poll: Poll) -> None:
-        result = self._read(memory, np.array([poll.address], dtype=np.uint64))
-        self._counters.device["cycles"] += timing.POLL_CYCLES
-        seen = int(result.data.view("<u8")[0, 0])
-        if result.access[0] != Access.DATA or seen & poll.mask != poll.value:
-            self._counters.device["cycles"] += poll.timeout_cycles
-            raise DeviceTimeout(
-                f"the line at {poll.address:#x} holds {seen:#x}, and masked with {poll.mask:#x} never equals "
-                f"{poll.value:#x}: nothing is under way that could change it"
-            )
+        """Wait; nothing but a scrub goes on while the host does."""
+        device = self._counters.device
+        until = device["cycles"] + poll.timeout_cycles
+        address = np.array([poll.address], dtype=np.uint64)
+        while True:
+            result = self._read(memory, address)
+            device["cycles"] += timing.POLL_CYCLES
+            seen = int(result.data.view("<u8")[0, 0])
+            if result.access[0] == Access.DATA and seen & poll.mask == poll.value:
+                return
+            if device["cycles"] >= memory.scrubbed_at or until < memory.scrubbed_at:
+                break
+            device["cycles"] = memory.scrubbed_at
+        device["cycles"] = max(device["cycles"], until)
+        raise DeviceTimeout(
+            f"the line at {poll.address:#x} holds {seen:#x}, and masked with {poll.mask:#x} never equals "
+            f"{poll.value:#x}: nothing is under way that could change it"
+        )
 
     def _count_link(self, kind: str, count: int, areas: list[_Area]) -> None:
         device = self._counters.device
@@ -229,6 +240,8 @@ class _Area(NamedTuple):
 
 
 _EVERY = slice(None)
+_END_BYTES = OWNER_OFFSET + OWNER_BYTES
+"""The owner's page follows the window of aperture 0."""
 
 
 def _areas(addresses: Addresses, config: DeviceConfig) -> list[_Area]:
@@ -243,13 +256,14 @@ def _areas(addresses: Addresses, config: DeviceConfig) -> list[_Area]:
         if np.maximum.reduce(offsets) < capacity:
             return [_Area(aperture, False, _EVERY, offsets.view(np.int64))]
         offsets -= np.uint64(capacity)
-        if np.maximum.reduce(offsets) < WINDOW_BYTES:
+        if np.maximum.reduce(offsets) < (WINDOW_BYTES if aperture else _END_BYTES):
             return [_Area(aperture, True, _EVERY, offsets.view(np.int64))]
     places = addresses.astype(np.int64)  # of at most 52 bits
     apertures, within = np.divmod(places, config.aperture_bytes)
     inside = apertures < config.apertures
     memory = inside & (within < capacity)
-    window = inside & ~memory & (within < capacity + WINDOW_BYTES)
+    end = np.where(apertures == 0, _END_BYTES, WINDOW_BYTES)
+    window = inside & ~memory & (within < capacity + end)
     found = []
     for aperture in np.unique(apertures[memory]).tolist():
         some = np.flatnonzero(memory & (apertures == aperture))

@@ -9,6 +9,7 @@ from nearkv_hw.abi.config import EXTENT_SHIFT
 from nearkv_hw.abi.descriptor import COMPLETION_BYTES, DESCRIPTOR_BYTES
 from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.numerics import CONTRACT_VERSION
+from nearkv_hw.abi.owner import OWNER_OFFSET
 from nearkv_hw.abi.window import (
     CHANNEL_COUNTERS,
     CHANNEL_COUNTERS_LINE,
@@ -18,6 +19,8 @@ from nearkv_hw.abi.window import (
     DEVICE_COUNTERS_LINE,
     DOORBELL,
     DOORBELL_OFFSET,
+    EXTENT_COUNTERS,
+    EXTENT_COUNTERS_LINE,
     IDENTITY,
     IDENTITY_LINE,
     MAGIC,
@@ -30,7 +33,7 @@ from nearkv_hw.abi.window import (
 
 from ..port import Lines
 from .counters import Counters
-from .memory import Mask
+from .memory import Mask, Memory
 
 _TAIL = DOORBELL["tail"]
 _COUNT_MASK = (1 << _TAIL.width) - 1
@@ -45,24 +48,35 @@ class CommandWindow:
     ----------
     config, aperture, features : of which device, and which aperture.
     counters : the device's.
+    memory : whose extents it tells of.
 
     Members
     -------
     tail, head, completed : descriptors posted, fetched and completed since reset, modulo 2^32.
     """
 
-    def __init__(self, config: DeviceConfig, aperture: int, features: Feature, counters: Counters) -> None:
+    def __init__(
+        self,
+        config: DeviceConfig,
+        aperture: int,
+        features: Feature,
+        counters: Counters,
+        memory: Memory,
+    ) -> None:
         self.aperture = aperture
         self.tail = self.head = self.completed = 0
         self._config = config
         self._features = features
         self._counters = counters
+        self._memory = memory
         self._descriptors: Lines = np.zeros((_SLOT_LINES * config.ring_slots, LINE_BYTES), dtype=np.uint8)
         self._completions: Lines = np.zeros((config.ring_slots, LINE_BYTES), dtype=np.uint8)
 
     def read(self, offset: int) -> bytes:
-        """The line at a byte offset of the window; zero where nothing is."""
+        """The line at a byte offset of window and owner's page; zero where nothing is."""
         slots = self._config.ring_slots
+        if offset >= OWNER_OFFSET:
+            return self._memory.page.line((offset - OWNER_OFFSET) // LINE_BYTES, self._memory.owners)
         if offset >= DESCRIPTORS_OFFSET:
             line = (offset - DESCRIPTORS_OFFSET) // LINE_BYTES
             return self._descriptors[line].tobytes() if line < _SLOT_LINES * slots else _NO_LINE
@@ -94,12 +108,18 @@ class CommandWindow:
     def write(self, offset: int, data: npt.NDArray[np.uint8], enabled: Mask, *, poison: bool = False) -> bool:
         """Write the enabled bytes of a line; true when that rang the doorbell.
 
-        Only descriptor slots and the doorbell take writes. A doorbell that goes back, asks for
-        more descriptors than the ring holds, lacks bytes of its count, or is poisoned, is refused and counted
-        as an error. A poisoned write fills a slot's first line with zeros and its second with ones.
+        Only descriptor slots, the doorbell and the owner's page behind it all take writes. A doorbell that
+        goes back, asks for more descriptors than the ring holds, lacks bytes of its count, or is poisoned, is
+        refused and counted as an error. A poisoned write fills a slot's first line with zeros and its second
+        with ones.
         """
         if offset == DOORBELL_OFFSET:
             return self._ring(data, enabled & (not poison))
+        if offset >= OWNER_OFFSET:
+            line = (offset - OWNER_OFFSET) // LINE_BYTES
+            if poison or not self._memory.page.write(line, data, enabled):
+                self._counters.device["errors"] += 1
+            return False
         line = offset - DESCRIPTORS_OFFSET >> LINE_SHIFT
         if 0 <= line < len(self._descriptors):
             if poison:
@@ -137,6 +157,11 @@ class CommandWindow:
             return IDENTITY.pack_bytes(self._identity())
         if line == DEVICE_COUNTERS_LINE:
             return DEVICE_COUNTERS.pack_bytes(self._counters.device)
+        if line == EXTENT_COUNTERS_LINE:
+            self._memory.settle()
+            owned = int(np.count_nonzero(self._memory.owners == self.aperture))
+            quota = self._memory.page.quotas[self.aperture]
+            return EXTENT_COUNTERS.pack_bytes(self._counters.extents, owned=owned, quota=quota)
         if line == RING_LINE:
             return RING.pack_bytes(tail=self.tail, head=self.head, completed=self.completed)
         if 0 <= channel < self._config.slices:

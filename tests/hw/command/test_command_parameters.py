@@ -17,6 +17,7 @@ from nearkv_hw.command.window import CommandWindow
 from nearkv_hw.common.fork import Fork
 from nearkv_hw.device import Device
 
+CLAIMS = {"slices": 4, "extents": 8, "apertures": 2}
 PAGES = {"units": 2, "capacity_lines": 1 << 20, "pages_ahead": 4, "lines_ahead": 16}
 
 
@@ -26,8 +27,9 @@ PAGES = {"units": 2, "capacity_lines": 1 << 20, "pages_ahead": 4, "lines_ahead":
         (Check, {"capacity_lines": 3, "units": 2}, "capacity_lines must be a power of two, not 3"),
         (Check, {"capacity_lines": 4, "units": -1}, "units must be a non-negative integer, not -1"),
         (Admit, {"queries": 0}, "queries must be a power of two, not 0"),
-        (Claimer, {"slices": 3, "extents": 8}, "slices must be a power of two, not 3"),
-        (Claimer, {"slices": 4, "extents": 2}, "extents must be at least 4, not 2"),
+        (Claimer, {**CLAIMS, "slices": 3}, "slices must be a power of two, not 3"),
+        (Claimer, {**CLAIMS, "extents": 2}, "extents must be at least 4, not 2"),
+        (Claimer, {**CLAIMS, "apertures": 9}, "apertures must be from 1 to 8, not 9"),
         (Passes, {"queries": 3}, "queries must be 1, 2, 4, 8 or 16, not 3"),
         (QueryFeed, {"units": 0}, "units must be a positive integer, not 0"),
         (PageFeed, {**PAGES, "units": 3}, "units must be a power of two, not 3"),

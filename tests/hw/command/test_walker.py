@@ -6,7 +6,7 @@ from collections import deque
 import cocotb
 import pytest
 from cocotb.triggers import RisingEdge
-from nearkv_hw.abi import Opcode, configure
+from nearkv_hw.abi import Opcode, Status, configure
 from nearkv_hw.abi.descriptor import (
     CLAIM,
     DESCRIPTOR_VERSION,
@@ -31,7 +31,7 @@ from nearkv_hw.interfaces import (
 )
 from nearkv_sim.cocotb.payload import pack
 from nearkv_sim.cocotb.runner import parameters, run
-from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
+from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start, value
 from walker_jobs import (
     CAPACITY_BYTES,
     lines_of,
@@ -40,7 +40,7 @@ from walker_jobs import (
     random_job,
     random_memory,
 )
-from walker_reference import EXTENT_LINES, POISON, Memory, Reference, bound_of
+from walker_reference import EXTENT_LINES, POISON, SCRUBBING, Memory, Reference, bound_of
 
 CANDIDATES = 16
 
@@ -155,6 +155,8 @@ class Bench:
         for n in range(config.slices):
             getattr(dut, f"snoops_{n}").value = 0
         dut.flush.value = 0
+        for n in range(config.apertures):
+            getattr(dut, f"quotas_{n}").value = memory.quotas[n]
         cocotb.start_soon(self.serve_fabric())
         for n in range(config.slices):
             asked = StreamSink(dut, f"owners_{n}_request", shape=OwnerRequest, **sink)
@@ -191,9 +193,14 @@ class Bench:
             self.owners_asked += 1
             extent = request["extent"] * self.config.slices + slice_number
             owner = self.memory.owners.get(extent)
-            answers.send([{"owned": owner is not None, "tenant": owner or 0}])
+            busy = owner == SCRUBBING
+            told = {"owned": owner is not None and not busy, "tenant": (owner or 0) & 7, "scrubbing": busy}
+            answers.send([told])
+            assert not (request["claim"] and request["release"])
             if request["claim"] and owner is None:
                 self.memory.owners[extent] = request["tenant"]
+            if request["release"] and owner == request["tenant"]:
+                self.memory.owners[extent] = SCRUBBING
 
     async def retire(self, tickets):
         """Acknowledge tickets as the completer would: when the outcomes of their passes are there."""
@@ -210,6 +217,7 @@ class Bench:
 
     async def check(self, posted):
         """Post descriptors and compare everything that leaves the walker."""
+        self.memory.holdings.update(enumerate(self.holdings()))
         reference = Reference(self.config, copy.deepcopy(self.memory), CANDIDATES)
         for item in posted:
             reference.take(item)
@@ -233,13 +241,19 @@ class Bench:
         left = [*self.jobs, *self.queries, *self.pages, self.results, self.query_outcomes, self.page_outcomes]
         assert not any(len(sink) for sink in left)
         assert self.memory.owners == reference.memory.owners
+        assert self.holdings() == [reference.memory.holdings[n] for n in range(self.config.apertures)]
         return sent
+
+    def holdings(self):
+        """Extents that each tenant has claimed."""
+        return [value(getattr(self.dut, f"holdings_{n}")) for n in range(self.config.apertures)]
 
 
 @cocotb.test()
 async def sends_what_the_layouts_say(dut):
     config, rng = config_of_run(), random("scenario")
     memory = random_memory(config, rng)
+    memory.quotas[1] = 4
     dut.retired.value = 0
     await start(dut)
     bench = Bench(dut, config, memory, idle=0.3, backpressure=0.4, latency_cycles=(2, 60))
@@ -326,6 +340,24 @@ async def first_page_comes_soon(dut):
     await flush(dut)
     await bench.check([posted])
     assert (int(dut.table_hits.value), int(dut.table_misses.value)) == (2, 4)
+
+
+@cocotb.test()
+async def a_release_takes_tables_off_the_chip(dut):
+    """A table that was kept on chip is refused to who has given its extent back."""
+    bench, memory = await quiet_bench(dut, 10)
+    rng = random("released")
+    job = small_job(memory, bench.config, rng, entries=4, committed_rows=16)
+    for n in range(4):
+        put_entry(memory, 1, n, ENTRY.pack(valid=1, line=n * EXTENT_LINES))
+    posted = {"tenant": 0, "index": 0, "fetched": 0, **lines_of(job, rng)}
+    release = CLAIM.pack(version=DESCRIPTOR_VERSION, opcode=Opcode.RELEASE_EXTENTS, extent_count=1)
+    await bench.check([posted])
+    await bench.check([posted])
+    assert int(dut.table_hits.value) == 2
+    sent = await bench.check([{**posted, "line": release}, posted])
+    assert [ticket["status"] for ticket in sent.tickets] == [Status.OK, Status.DENIED]
+    assert int(dut.table_hits.value) == 2
 
 
 @cocotb.test()

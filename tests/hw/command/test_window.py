@@ -5,6 +5,16 @@ from itertools import pairwise
 import cocotb
 import pytest
 from nearkv_hw.abi import configure
+from nearkv_hw.abi.owner import (
+    AUDIT,
+    AUDIT_LINE,
+    OWNER_OFFSET,
+    QUOTAS,
+    QUOTAS_LINE,
+    RECORD,
+    RECORDS,
+    RECORDS_LINE,
+)
 from nearkv_hw.abi.window import (
     CHANNEL_COUNTERS,
     CHANNEL_COUNTERS_LINE,
@@ -13,6 +23,8 @@ from nearkv_hw.abi.window import (
     DEVICE_COUNTERS,
     DEVICE_COUNTERS_LINE,
     DOORBELL_OFFSET,
+    EXTENT_COUNTERS,
+    EXTENT_COUNTERS_LINE,
     IDENTITY,
     IDENTITY_LINE,
     LINK_COUNTERS,
@@ -22,11 +34,12 @@ from nearkv_hw.abi.window import (
     RING_LINE,
     WINDOW_BYTES,
 )
+from nearkv_hw.command.owner import OwnerPage
 from nearkv_hw.command.records import Completed, Posted
 from nearkv_hw.command.window import CommandWindow
-from nearkv_hw.interfaces import FabricRequest, FabricResponse
+from nearkv_hw.interfaces import FabricRequest, FabricResponse, Refusal
 from nearkv_sim.cocotb.runner import parameters, run
-from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
+from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start, value
 
 ALL = (1 << 64) - 1
 DESCRIPTORS, COMPLETIONS, DOORBELL = (
@@ -177,12 +190,13 @@ async def shows_registers(dut):
     await start(dut)
     host, rng = Host(dut), random("registers")
     config = host.config
-    device, link = rng.getrandbits(512), rng.getrandbits(512)
+    device, link, extents = (rng.getrandbits(512) for _ in range(3))
     channels = [rng.getrandbits(512) for _ in range(config.channels)]
-    dut.device.value, dut.link.value = device, link
+    dut.device.value, dut.link.value, dut.extents.value = device, link, extents
     for n, counters in enumerate(channels):
         getattr(dut, f"channels_{n}").value = counters
     for aperture in range(config.apertures):
+        getattr(dut, f"holdings_{aperture}").value = 7 * aperture
         identity = IDENTITY.unpack(await host.read(aperture, IDENTITY_LINE))
         assert identity["magic"] == MAGIC
         assert identity["aperture"] == aperture
@@ -192,9 +206,12 @@ async def shows_registers(dut):
         own = {"cycles": counters["cycles"], "jobs": 0, "errors": 0}
         assert counters == {**DEVICE_COUNTERS.unpack(device), **own}
         assert await host.read(aperture, LINK_COUNTERS_LINE) == LINK_COUNTERS.pack(LINK_COUNTERS.unpack(link))
-        for n, value in enumerate(channels):
+        shown = EXTENT_COUNTERS.unpack(await host.read(aperture, EXTENT_COUNTERS_LINE))
+        own = {"owned": 7 * aperture, "quota": config.extents}
+        assert shown == {**EXTENT_COUNTERS.unpack(extents), **own}
+        for n, counted in enumerate(channels):
             line = await host.read(aperture, CHANNEL_COUNTERS_LINE + n)
-            assert CHANNEL_COUNTERS.unpack(line) == CHANNEL_COUNTERS.unpack(value)
+            assert CHANNEL_COUNTERS.unpack(line) == CHANNEL_COUNTERS.unpack(counted)
     before = DEVICE_COUNTERS.unpack(await host.read(0, DEVICE_COUNTERS_LINE))["cycles"]
     await cycles(dut, 100)
     assert (
@@ -256,7 +273,7 @@ async def what_is_nothing_reads_as_zero(dut):
     await start(dut)
     host = Host(dut)
     slots, config = host.config.ring_slots, host.config
-    used = {IDENTITY_LINE, DEVICE_COUNTERS_LINE, RING_LINE, LINK_COUNTERS_LINE}
+    used = {IDENTITY_LINE, DEVICE_COUNTERS_LINE, RING_LINE, LINK_COUNTERS_LINE, EXTENT_COUNTERS_LINE}
     used |= {CHANNEL_COUNTERS_LINE + n for n in range(config.channels)}
     nothing = {*range(80), *range(250, 260), 500, *range(WINDOW_BYTES // 64 - 4, WINDOW_BYTES // 64)} - used
     nothing |= {COMPLETIONS + slots, DESCRIPTORS + 2 * slots} if slots < 256 else set()
@@ -266,6 +283,37 @@ async def what_is_nothing_reads_as_zero(dut):
     for line in sorted(nothing):
         kept = DESCRIPTORS <= line < DESCRIPTORS + 2 * slots
         assert await host.read(1, line) == (ALL if kept else 0), line
+
+
+@cocotb.test()
+async def the_owners_page_is_behind_the_window(dut):
+    """Quotas are written there, poison is not; violations are in the log; a bad count is refused."""
+    await start(dut)
+    host = Host(dut)
+    page, config = OWNER_OFFSET // 64, host.config
+    reports = StreamSource(dut, "reports", idle=0.3, shape=Refusal)
+    quotas = {f"tenant{n}": 3 + n for n in range(config.apertures)}
+    await host.write(0, page + QUOTAS_LINE, QUOTAS.pack(quotas))
+    await host.write(0, page + QUOTAS_LINE, 0, poison=1)
+    assert await host.errors() == 1
+    assert QUOTAS.unpack(await host.read(0, page + QUOTAS_LINE)) == {**QUOTAS.unpack(0), **quotas}
+    for n in range(config.apertures):
+        assert value(getattr(dut, f"quotas_{n}")) == 3 + n
+        assert EXTENT_COUNTERS.unpack(await host.read(n, EXTENT_COUNTERS_LINE))["quota"] == 3 + n
+    tried = [(n << 14 | 5, n % 8, n % 3) for n in range(RECORDS)]
+    reports.send([{"line": line, "tenant": tenant, "kind": kind} for line, tenant, kind in tried])
+    await reports.drained()
+    await cycles(dut, OwnerPage.report_cycles)
+    assert AUDIT.unpack(await host.read(0, page + AUDIT_LINE))["recorded"] == RECORDS
+    for n, (line, tenant, kind) in enumerate(tried):
+        record = RECORD.unpack(await host.read(0, page + RECORDS_LINE + n))
+        assert (record["sequence"], record["address"] // 64) == (n, line)
+        assert (record["tenant"], record["kind"]) == (tenant, kind)
+    await host.write(0, page + AUDIT_LINE, AUDIT.pack(read=RECORDS + 1))
+    assert await host.errors() == 2
+    await host.write(0, page + AUDIT_LINE, AUDIT.pack(read=RECORDS))
+    assert await host.errors() == 2
+    assert AUDIT.unpack(await host.read(0, page + AUDIT_LINE))["read"] == RECORDS
 
 
 @cocotb.test()

@@ -185,7 +185,7 @@ def spoil(job, memory, rng, tenant):
 
     choices = [
         lambda: job.update(version=1),
-        lambda: job.update(opcode=rng.randint(3, 255)),
+        lambda: job.update(opcode=rng.randint(len(Opcode), 255)),
         lambda: job.update(flags=1 << rng.choice([2, 15])),
         lambda: extend(job, options=1 << rng.choice([3, 4, *range(8, 16)])),
         lambda: extend(job, **{rng.choice(["ranges", "range_count", "tree"]): rng.randint(1, 99)}),
@@ -278,7 +278,7 @@ def extend(job, **fields):
 
 
 def random_descriptors(memory, config, rng, count):
-    """Posted descriptors of two tenants: good jobs, spoilt jobs, claims, fences and noise."""
+    """Posted descriptors of two tenants: good jobs, spoilt jobs, claims, releases, fences and noise."""
     posted = []
     for index in range(count):
         tenant = rng.choices([0, 1], [3, 1])[0]
@@ -289,18 +289,20 @@ def random_descriptors(memory, config, rng, count):
                 spoil(job, memory, rng, tenant)
             lines = lines_of(job, rng)
         elif kind == "claim":
+            opcode = rng.choices([Opcode.CLAIM_EXTENTS, Opcode.RELEASE_EXTENTS], [3, 1])[0]
+            many = config.extents if opcode is Opcode.CLAIM_EXTENTS else 1
             line = CLAIM.pack(
                 version=DESCRIPTOR_VERSION,
-                opcode=Opcode.CLAIM_EXTENTS,
+                opcode=opcode,
                 tag=index,
                 flags=rng.choices([0, 2], [5, 1])[0],
                 first_extent=rng.choice([rng.randrange(config.extents), (1 << 32) - 1]),
-                extent_count=rng.choice([0, 1, 2, 3, config.extents]),
+                extent_count=rng.choice([0, 1, 2, 3, many]),
             )
         elif kind == "nop":
             line = 1 | rng.choice([0, 0, 1 << 300]) | index << 32
         else:
-            line = rng.getrandbits(512) & ~0xFFFF | 1 | rng.randrange(3) << 8
+            line = rng.getrandbits(512) & ~0xFFFF | 1 | rng.randrange(4) << 8
         if kind not in ("job", "spoilt"):
             lines = {"line": line, "extension": rng.getrandbits(512)}
         posted.append({"tenant": tenant, "index": index, "fetched": rng.getrandbits(32), **lines})

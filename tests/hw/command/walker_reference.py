@@ -4,7 +4,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from nearkv_hw.abi import Opcode, OutputForm, Status
-from nearkv_hw.abi.config import EXTENT_BYTES
+from nearkv_hw.abi.config import EXTENT_BYTES, MAX_APERTURES
 from nearkv_hw.abi.descriptor import (
     ATTEND,
     CLAIM,
@@ -35,7 +35,7 @@ from nearkv_hw.abi.memory import (
 )
 from nearkv_hw.abi.numerics import MAX_ROWS
 from nearkv_hw.abi.rows import Stored
-from nearkv_hw.interfaces import QueryLineKind
+from nearkv_hw.interfaces import EXTENTS_BITS, QueryLineKind
 
 OPTIONS = (
     *(OPTION_CAUSAL, OPTION_TREE, OPTION_LATENT, OPTION_ALIBI, OPTION_RANGES, OPTION_CODEBOOK),
@@ -51,6 +51,9 @@ HAD = [
 
 EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 NO_FAULT, DENIED, POISON, OUTSIDE = range(4)
+SCRUBBING = -1
+"""Owner of an extent that was given back."""
+MOST_EXTENTS = (1 << EXTENTS_BITS) - 1
 
 
 def bound_of(line, number):
@@ -60,12 +63,15 @@ def bound_of(line, number):
 
 @dataclass
 class Memory:
-    """Lines as integers; `owners` by extent; poisoned lines."""
+    """Lines as integers; `owners` by extent, SCRUBBING for what was given back; poisoned lines; how many
+    extents each tenant may claim, and how many it has claimed."""
 
     config: object
     lines: dict = field(default_factory=dict)
     owners: dict = field(default_factory=dict)
     poisoned: set = field(default_factory=set)
+    quotas: dict = field(default_factory=lambda: dict.fromkeys(range(MAX_APERTURES), MOST_EXTENTS))
+    holdings: dict = field(default_factory=lambda: dict.fromkeys(range(MAX_APERTURES), 0))
 
     def read(self, line, tenant):
         """Data and fault, as the fabric answers."""
@@ -108,7 +114,7 @@ class Reference:
         more = EXTENSION.unpack(posted["extension"] if head["flags"] & FLAG_EXTENDED else 0)
         status = self.first_status(line, head, more)
         head |= {name: more[name] for name in HAD}
-        if status is Status.OK and head["opcode"] == Opcode.CLAIM_EXTENTS:
+        if status is Status.OK and head["opcode"] in (Opcode.CLAIM_EXTENTS, Opcode.RELEASE_EXTENTS):
             status, detail = self.claim(CLAIM.unpack(line), tenant)
         elif status is Status.OK and head["opcode"] == Opcode.ATTEND:
             status, table = self.table(head, tenant)
@@ -159,7 +165,8 @@ class Reference:
 
     def first_status(self, line, head, more):
         """What the descriptor's own lines tell."""
-        layouts = {Opcode.NOP: NOP, Opcode.ATTEND: ATTEND, Opcode.CLAIM_EXTENTS: CLAIM}
+        layouts = {Opcode.NOP: NOP, Opcode.ATTEND: ATTEND}
+        layouts |= dict.fromkeys((Opcode.CLAIM_EXTENTS, Opcode.RELEASE_EXTENTS), CLAIM)
         if head["version"] != DESCRIPTOR_VERSION:
             return Status.BAD_VERSION
         if head["opcode"] not in list(Opcode):
@@ -236,9 +243,20 @@ class Reference:
         extents = range(claim["first_extent"], claim["first_extent"] + claim["extent_count"])
         if not extents or extents[-1] >= self.config.extents:
             return Status.BAD_EXTENT, 0
+        if claim["opcode"] == Opcode.RELEASE_EXTENTS:
+            own = [extent for extent in extents if self.memory.owners.get(extent) == tenant]
+            self.memory.owners.update(dict.fromkeys(own, SCRUBBING))
+            # of those that were owned from the first nobody counted the claim
+            self.memory.holdings[tenant] = self.memory.holdings[tenant] - len(own) & MOST_EXTENTS
+            return Status.OK, len(own)
         for extent in extents:
-            if self.memory.owners.get(extent, tenant) != tenant:
-                return Status.EXTENT_TAKEN, extent
+            owner = self.memory.owners.get(extent, tenant)
+            if owner != tenant:
+                return Status.EXTENT_BUSY if owner == SCRUBBING else Status.EXTENT_TAKEN, extent
+        holdings = self.memory.holdings[tenant] + sum(self.memory.owners.get(e) is None for e in extents)
+        if holdings > self.memory.quotas[tenant]:
+            return Status.OVER_QUOTA, self.memory.quotas[tenant]
+        self.memory.holdings[tenant] = holdings
         self.memory.owners.update(dict.fromkeys(extents, tenant))
         return Status.OK, 0
 

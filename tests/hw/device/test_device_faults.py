@@ -39,7 +39,7 @@ def check_status(aperture, descriptor, status, detail=0):
 BAD_FIELDS = [
     (Status.BAD_VERSION, {"version": 0}),
     (Status.BAD_VERSION, {"version": 1, "opcode": 77, "head_dim": 0}),
-    (Status.BAD_OPCODE, {"opcode": 3, "flags": 0xFFFF}),
+    (Status.BAD_OPCODE, {"opcode": len(Opcode), "flags": 0xFFFF}),
     (Status.BAD_FLAGS, {"flags": 1 << 2}),
     (Status.BAD_FLAGS, {"flags": 1 << 15, "group": 0}),
     (Status.BAD_GEOMETRY, {"head_dim": 0, "k_format": 9}),

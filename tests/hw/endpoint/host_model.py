@@ -2,6 +2,7 @@
 
 from nearkv_hw.abi import cxl
 from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.owner import OWNER_BYTES
 from nearkv_hw.abi.window import WINDOW_BYTES
 from nearkv_hw.endpoint.messages import DRS, NDR, REQ, RWD
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource
@@ -69,7 +70,8 @@ def place(message, capacity_lines, apertures):
         return "outside", 0, 0
     if offset < capacity_lines:
         return "memory", tenant, offset
-    if offset - capacity_lines < WINDOW_BYTES // LINE_BYTES:
+    behind = 0 if tenant else OWNER_BYTES  # the owner's page
+    if offset - capacity_lines < (WINDOW_BYTES + behind) // LINE_BYTES:
         return "window", tenant, offset - capacity_lines
     return "outside", tenant, 0
 

@@ -13,6 +13,7 @@ import pytest
 from host_model import ALL, Host, answer, kind, place, req, rwd, seen, unsupported, valid
 from nearkv_hw.abi import configure, cxl
 from nearkv_hw.abi.lines import LINE_BYTES
+from nearkv_hw.abi.owner import OWNER_BYTES
 from nearkv_hw.abi.window import WINDOW_BYTES
 from nearkv_hw.endpoint.answers import Answers
 from nearkv_hw.endpoint.arrivals import Arrivals
@@ -25,6 +26,7 @@ from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, 
 APERTURES = 3
 CAPACITY_LINES = (4 << 20) // LINE_BYTES
 WINDOW_LINES = WINDOW_BYTES // LINE_BYTES
+END_LINE = WINDOW_LINES + OWNER_BYTES // LINE_BYTES
 
 
 OUTSTANDING = 78
@@ -112,7 +114,7 @@ def random_line(rng):
             base + rng.choice([0, CAPACITY_LINES - 1]),
             base + CAPACITY_LINES + rng.randrange(WINDOW_LINES),
             base + CAPACITY_LINES + rng.choice([0, WINDOW_LINES - 1]),
-            base + CAPACITY_LINES + rng.choice([WINDOW_LINES, CAPACITY_LINES - 1]),
+            base + CAPACITY_LINES + rng.choice([WINDOW_LINES, END_LINE - 1, END_LINE, CAPACITY_LINES - 1]),
             rng.randrange(2 * CAPACITY_LINES * APERTURES, 1 << 46),
             base + rng.randrange(64) | 1 << rng.randrange(34, 46),
         ]

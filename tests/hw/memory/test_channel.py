@@ -1,5 +1,5 @@
 # amaranth: UnusedElaboratable=no
-"""A memory channel: order, owner check, byte enables, poison, latency, rate, shares, counters.
+"""A memory channel: order, owner check, byte enables, poison, scrub, latency, rate, shares, counters.
 
 The random run compares every answer of the fabric with a dictionary, in the order of its requests; a unit's
 read may see any write of the fabric that was under way meanwhile, and no other. Claims run meanwhile.
@@ -10,7 +10,9 @@ import pytest
 from amaranth.sim import Simulator
 from memory_model import ALL, EXTENT_LINES, MemoryModel, random_enable
 from nearkv_hw.abi import configure
+from nearkv_hw.abi.config import SCRUB_INTERVAL_CYCLES, SCRUB_PATIENCE_CYCLES
 from nearkv_hw.abi.dram import Dram
+from nearkv_hw.abi.owner import Violation
 from nearkv_hw.interfaces import (
     FabricRequest,
     FabricResponse,
@@ -19,14 +21,15 @@ from nearkv_hw.interfaces import (
     OwnerResponse,
     ReadRequest,
     ReadResponse,
+    Refusal,
 )
 from nearkv_hw.memory.channel import OUTSTANDING, MemoryChannel
 from nearkv_hw.memory.store import Store
 from nearkv_sim.cocotb.runner import parameters, run
-from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start, value
+from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycle, cycles, random, start, value
 
 EXTENTS = 4
-ORDER_TESTS = "agrees_with_a_dictionary|refused_accesses|poison_stays"
+ORDER_TESTS = "agrees_with_a_dictionary|refused_accesses|poison_stays|what_is_given_back"
 """What holds whatever memory there is; rates and latencies of DRAM have tests of their own."""
 
 
@@ -87,10 +90,29 @@ class Bench:
         self.owner = StreamSource(dut, "owner_request", shape=OwnerRequest, idle=idle)
         self.owner_answers = StreamSink(dut, "owner_response", shape=OwnerResponse, backpressure=backpressure)
 
+        ports = [n for n in range(2) if hasattr(dut, f"refused_{n}_valid")]
+        self.reports = [StreamSink(dut, f"refused_{n}", shape=Refusal) for n in ports]
+
+    async def told(self):
+        """What was reported: tenant, extent and kind."""
+        await cycles(self.dut, 50)
+        reports = [report for sink in self.reports for report in await sink.receive(len(sink))]
+        return {(r["tenant"], r["line"] // EXTENT_LINES, Violation(r["kind"])) for r in reports}
+
     async def claim(self, extent, tenant):
         self.owner.send([{"extent": extent, "tenant": tenant, "claim": 1}])
         (answer,) = await self.owner_answers.receive()
         return answer
+
+    async def release(self, extent, tenant):
+        self.owner.send([{"extent": extent, "tenant": tenant, "release": 1}])
+        (answer,) = await self.owner_answers.receive()
+        return answer
+
+    async def scrubbed(self):
+        """Wait until all that was given back is free."""
+        while value(self.dut.scrubbing):
+            await cycles(self.dut, 20)
 
     async def write(self, line, data, tenant=0, enable=ALL, poison=0):
         request = {
@@ -219,7 +241,78 @@ async def refused_accesses_return_and_change_nothing(dut):
         assert await bench.write(beyond, 0, 4) == Fault.OUTSIDE
     assert await bench.read(line, 4) == (Fault.NONE, secret)
     assert bench.counters()["violations"] == 1 + 7 * 4 + 2
+    reported = {(tenant, 1, kind) for tenant in (0, 1, 2, 3, 5, 6, 7) for kind in Violation}
+    assert await bench.told() == reported | {(4, 0, Violation.READ), (4, 0, Violation.UNIT_READ)}
+    assert value(dut.missed) == 0
     assert (bench.counters()["fabric_reads"], bench.counters()["fabric_writes"]) == (3, 1)
+
+
+@cocotb.test()
+async def what_is_given_back_is_zero_before_anybody_has_it(dut):
+    """Poison and writes that stand before the release are scrubbed, too; nobody has it meanwhile.
+
+    Both clients keep on asking, so that the scrub has few turns but those that it insists on, then leave it
+    alone, so that it goes at its rate.
+    """
+    rng = random("scrub")
+    await start(dut)
+    bench = Bench(dut)
+    await bench.claim(0, 0)
+    await bench.claim(2, 1)
+    first, before = 2 * EXTENT_LINES, value(dut.scrub_lines)
+    written = {
+        first,
+        first + 1,
+        first + EXTENT_LINES - 1,
+        *(first + rng.randrange(EXTENT_LINES) for _ in range(40)),
+    }
+    other = EXTENT_LINES // 4
+    assert await bench.write(other, 7) == Fault.NONE
+    for line in written:
+        poison, enable = int(rng.random() < 0.2), random_enable(rng)
+        data = rng.getrandbits(512)
+        bench.fabric.send(
+            [{"line": line, "tenant": 1, "write": 1, "enable": enable, "poison": poison, "data": data}]
+        )
+    await bench.fabric.drained()
+    assert (await bench.release(2, 0))["tenant"] == 1  # not its own: nothing happens
+    assert value(dut.scrubbing) == 0
+    assert (await bench.release(2, 1))["owned"] == 1
+    await bench.fabric_answers.receive(len(written))
+    assert value(dut.scrubbing) == 1
+    for tenant in range(3):
+        for line in (first, first + EXTENT_LINES - 1):
+            assert await bench.read(line, tenant) == (Fault.DENIED, 0)
+            assert await bench.write(line, 1, tenant) == Fault.DENIED
+        assert (await bench.claim(2, tenant))["scrubbing"] == 1
+
+    begun = cycle()
+    done = value(dut.scrub_lines)
+    while cycle() - begun < 20 * SCRUB_PATIENCE_CYCLES:
+        bench.unit.send([{"line": other}] * 8)
+        bench.fabric.send([{"line": other}] * 8)
+        await bench.unit_answers.receive(8)
+        await bench.fabric_answers.receive(8)
+    assert value(dut.scrub_lines) - done >= 10
+    assert value(dut.scrubbing) == 1
+
+    begun, done = cycle(), value(dut.scrub_lines)
+    await bench.scrubbed()
+    lines, took = value(dut.scrub_lines) - done, cycle() - begun
+    assert value(dut.scrub_lines) - before == EXTENT_LINES
+    assert SCRUB_INTERVAL_CYCLES * (lines - 1) <= took <= 1.1 * SCRUB_INTERVAL_CYCLES * lines + 400, (
+        lines,
+        took,
+    )
+    assert (await bench.claim(2, 5))["owned"] == 0
+    for line in sorted(written):
+        assert await bench.read(line, 5) == (Fault.NONE, 0)
+    assert await bench.read(other) == (Fault.NONE, 7)
+    bench.fabric.send([{"line": first + n, "tenant": 5} for n in range(EXTENT_LINES)])
+    for answer in await bench.fabric_answers.receive(EXTENT_LINES):
+        assert (answer["fault"], answer["data"]) == (0, 0)
+    await bench.release(2, 5)
+    await bench.scrubbed()  # as the other tests expect it
 
 
 @cocotb.test()

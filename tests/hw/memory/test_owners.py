@@ -1,12 +1,14 @@
 # amaranth: UnusedElaboratable=no
-"""The owner table: nothing is owned after reset, a claim takes what is free and no more, checks see it."""
+"""The owner table: nothing is owned after reset, a claim takes what is free and no more, checks see it, and
+what is given back is free once it was scrubbed."""
 
 import cocotb
 import pytest
 from cocotb.triggers import RisingEdge
 from nearkv_hw.abi import configure
 from nearkv_hw.interfaces import OwnerRequest, OwnerResponse
-from nearkv_hw.memory.owners import OwnerTable
+from nearkv_hw.memory.owners import Owner, OwnerTable
+from nearkv_sim.cocotb.payload import unpack
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start, value
 
@@ -32,13 +34,22 @@ def test_config_is_checked():
         OwnerTable(config="small")
 
 
+SCRUBBING = "scrubbing"
+
+
 def bench(dut, idle=0.0, backpressure=0.0):
     source = StreamSource(dut, "port_request", shape=OwnerRequest, idle=idle)
     return source, StreamSink(dut, "port_response", shape=OwnerResponse, backpressure=backpressure)
 
 
+def owner_of(answer):
+    """A tenant, SCRUBBING or None."""
+    assert not (answer["owned"] and answer["scrubbing"])
+    return answer["tenant"] if answer["owned"] else SCRUBBING if answer["scrubbing"] else None
+
+
 async def checked(dut, extent):
-    """The owner as an access meets it: a tenant or None."""
+    """The owner as an access meets it: a tenant, SCRUBBING or None."""
     dut.checks_0_valid.value = 1
     dut.checks_0_extent.value = extent
     await RisingEdge(dut.clk)
@@ -46,8 +57,7 @@ async def checked(dut, extent):
     dut.checks_0_extent.value = 0
     for _ in range(parameters()["latency_cycles"]):
         await RisingEdge(dut.clk)
-    owner = value(dut.checks_0_owner)
-    return owner >> 1 if owner & 1 else None
+    return owner_of(unpack(Owner, value(dut.checks_0_owner)))
 
 
 @cocotb.test()
@@ -67,9 +77,53 @@ async def claims_are_atomic(dut, idle, backpressure):
             owners.setdefault(extent, tenant)
     source.send(requests)
     answers = await sink.receive(len(requests))
-    assert [a["tenant"] if a["owned"] else None for a in answers] == expected
+    assert [owner_of(answer) for answer in answers] == expected
     for extent in {r["extent"] for r in requests}:
         assert await checked(dut, extent) == owners.get(extent)
+
+
+@cocotb.test()
+@cocotb.parametrize(idle=[0.0, 0.5], backpressure=[0.0, 0.7])
+async def what_is_given_back_is_free_when_it_is_zero(dut, idle, backpressure):
+    """Random claims and releases: nobody gets an extent before it was scrubbed, and each is scrubbed once."""
+    rng = random("releases", idle, backpressure)
+    await start(dut)
+    source, sink = bench(dut, idle, backpressure)
+    scrubs = StreamSink(dut, "scrub", backpressure=1)
+    extents = parameters()["extents"]
+    owners = {}
+    for _ in range(4):
+        requests, expected, given = [], [], set()
+        for _ in range(120):
+            extent, tenant = rng.choice([0, extents - 1, rng.randrange(min(extents, 24))]), rng.randrange(3)
+            what = rng.choice(["claim", "release", "look"])
+            requests.append(
+                {"extent": extent, "tenant": tenant, what: 1}
+                if what != "look"
+                else {"extent": extent, "tenant": tenant}
+            )
+            expected.append(owners.get(extent))
+            if what == "claim":
+                owners.setdefault(extent, tenant)
+            elif what == "release" and owners.get(extent) == tenant:
+                owners[extent] = SCRUBBING
+                given.add(extent)
+        source.send(requests)
+        assert [owner_of(answer) for answer in await sink.receive(len(requests))] == expected
+        await cycles(dut, 2)
+        assert value(dut.scrubbing) == len(given)
+        assert value(dut.free) == extents - len(owners)
+        for extent in given:
+            assert await checked(dut, extent) == SCRUBBING
+            del owners[extent]
+        scrubs.backpressure = 0.5
+        assert set(await scrubs.receive(len(given))) == given
+        await cycles(dut, 2 * parameters()["clear_cycles"] + 20)
+        scrubs.backpressure = 1
+        assert len(scrubs) == 0
+        assert (value(dut.scrubbing), value(dut.free)) == (0, extents - len(owners))
+        for extent in given:
+            assert await checked(dut, extent) is None
 
 
 @cocotb.test()

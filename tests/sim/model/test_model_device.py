@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from nearkv_hw.abi import ABI_VERSION, LINE_BYTES, Status, configure, window
+from nearkv_hw.abi import ABI_VERSION, LINE_BYTES, Status, configure, owner, window
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.descriptor import COMPLETION
 from nearkv_hw.abi.numerics import CONTRACT_VERSION
@@ -48,7 +48,7 @@ def test_nothing_outside_the_apertures(open_port):
     config, host = port.config, RawHost(port)
     base = window.window_base(config, 0)
     where = addresses(
-        base + window.WINDOW_BYTES,
+        base + owner.OWNER_OFFSET + owner.OWNER_BYTES,
         config.aperture_bytes - LINE_BYTES,
         2 * config.aperture_bytes,
         2 * config.aperture_bytes + config.capacity_bytes,

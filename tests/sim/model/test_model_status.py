@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from contract_cases import seed_of_run
-from nearkv_hw.abi import LINE_BYTES, Feature, OutputForm, Status
+from nearkv_hw.abi import LINE_BYTES, Feature, Opcode, OutputForm, Status
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.memory import ENTRY, TABLE
 from nearkv_hw.abi.numerics import MAX_ROWS
@@ -60,7 +60,7 @@ def test_the_job_is_good(setup):
 
 FIELDS_AT_FAULT = [  # in the order in which they are reported
     (Status.BAD_VERSION, {"version": (0, 1, 3, 255)}),
-    (Status.BAD_OPCODE, {"opcode": (3, 255)}),
+    (Status.BAD_OPCODE, {"opcode": (len(Opcode), 255)}),
     (Status.BAD_FLAGS, {"flags": (1, 3, 4, 0x8000)}),
     (Status.BAD_FLAGS, {"output_scale": (1, 0x3F800000)}),
     (Status.BAD_GEOMETRY, {"head_dim": (0, 257, 1023)}),
