@@ -138,7 +138,7 @@ class Tenant:
     def checked(self, result: ReadResult, addresses: Addresses) -> Lines:
         """The data of a read; AccessError when a line is poisoned or is no memory of the tenant's, and
         DeviceResetError when the device was reset."""
-        if result.access.any():
+        if np.count_nonzero(result.access):
             index = int(np.flatnonzero(result.access)[0])
             address, poison = int(addresses[index]), result.access[index] == Access.POISON
             if not poison:
@@ -365,16 +365,16 @@ class Tenant:
             extent_count=count,
         )
         completions, _ = self.ring.run(line)
-        status = Status(int(completions.status[0]))
+        status = Status(int(completions.of("status")[0]))
         if status is Status.OK:
             return None
-        detail = int(completions.detail[0])
+        detail = int(completions.of("detail")[0])
         if status is Status.EXTENT_TAKEN:
             return detail
         raise DeviceError(
             f"claim of {count} extents from {first}: {status.name}",
             status=status,
-            tag=int(completions.tag[0]),
+            tag=int(completions.of("tag")[0]),
             detail=detail,
         )
 
