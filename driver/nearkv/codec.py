@@ -29,7 +29,9 @@ def element_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def codes_of(rows: torch.Tensor) -> torch.Tensor:
     """Numbers of 16 bits as their codes, on the CPU."""
-    return rows.detach().cpu().view(torch.int16)
+    if rows.requires_grad:
+        rows = rows.detach()
+    return (rows if rows.is_cpu else rows.cpu()).view(torch.int16)
 
 
 def rows_to_lines(rows: torch.Tensor, lines: int) -> npt.NDArray[np.uint8]:

@@ -42,7 +42,8 @@ def values_of(finished: Finished, value_dim: int, dtype: torch.dtype) -> torch.T
     queries, heads = finished.lines.shape[:2]
     kind = np.float32 if dtype == torch.float32 else np.int16
     lanes = finished.lines.reshape(queries, heads, -1).view(kind)[..., :value_dim]  # the first plane
-    return torch.from_numpy(lanes.copy()).view(dtype)
+    found = torch.from_numpy(lanes.copy())
+    return found if found.dtype == dtype else found.view(dtype)
 
 
 def log_sum_exp_of(finished: Finished) -> torch.Tensor:
