@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Does the reference give the same bits on a GPU as on a CPU?
+"""Do the reference and the Triton kernel give the same bits on a GPU as the reference on a CPU?
 
 Runs, on the CPU and on a CUDA device: the operations that the reference rests on, the contract's vectors,
-and random cases. It needs python3, numpy and torch 2.11 or newer with CUDA, and this repository's sources;
+and random cases; and the latter two by the kernel of `nearkv.gpu`, which needs Triton (torch's CUDA builds
+bring it). It needs python3, numpy and torch 2.11 or newer with CUDA, and this repository's sources;
 nothing of it has to be built or installed, and no network is used.
 
     python3 tools/gpu_check.py                 1 on any difference; 0 and a plain line where there is no GPU
-    python3 tools/gpu_check.py --device cpu    self-test: CPU against CPU proves the script and no more
+    python3 tools/gpu_check.py --device cpu    self-test: CPU against CPU proves the script and no more; with
+                                               TRITON_INTERPRET=1 the kernel is interpreted in it
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import sys
 import time
@@ -29,7 +32,9 @@ REPORT_EVERY_S = 5.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all checks; the exit status."""
-    parser = argparse.ArgumentParser(description="compare the reference on a GPU with the CPU, bit for bit")
+    parser = argparse.ArgumentParser(
+        description="compare reference and kernel on a GPU with the CPU, bit for bit"
+    )
     parser.add_argument(
         "--device", default="cuda", help="cuda, cuda:N, or cpu for a self-test (default cuda)"
     )
@@ -62,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         *check_operations(options.device, options.seed),
         *check_vectors(options.device),
         *check_random_cases(options.device, options.seed, options.cases),
+        *check_kernel(options.device, options.seed, options.cases // 4),
     ]
     label = "gpu-check SELF-TEST" if device.type == "cpu" else "gpu-check"
     if failures:
@@ -149,6 +155,46 @@ def check_random_cases(device: str, seed: int, count: int) -> Iterator[str]:
             spoken = time.monotonic()
             print(f"random cases: {index + 1} of {count} done, {equal} equal", flush=True)
     print(f"random cases: {equal} of {count} equal")
+
+
+def check_kernel(device: str, seed: int, count: int) -> Iterator[str]:
+    """The Triton kernel on the device against the reference on the CPU; yields what differs.
+
+    On a CPU it runs only where Triton interprets.
+    """
+    import random
+
+    from contract_cases import Sizes, random_case, vectors
+
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        print("kernel: did NOT run: on a CPU Triton has to interpret (TRITON_INTERPRET=1)")
+        return
+    try:
+        from nearkv.gpu import decode_attention
+    except ModuleNotFoundError as error:
+        if device != "cpu":
+            yield _reported(f"the kernel did not run: {error}")
+        else:
+            print(f"kernel: did NOT run: {error}")
+        return
+    rng = random.Random(seed)
+    small = Sizes(batch=2, query_rows=2, kv_heads=2, group=3, rows=40, dim=40)
+    large = Sizes(batch=3, query_rows=2, kv_heads=3, group=8, rows=2000, dims=(64, 128, 256))
+    cases = [vector.case for vector in vectors()]
+    large_every = 16 if device != "cpu" else count + 1  # interpreted, one takes minutes
+    cases += [random_case(rng, large if index % large_every == 1 else small) for index in range(count)]
+    equal, spoken = 0, time.monotonic()
+    for index, case in enumerate(cases):
+        own = case.to(device)
+        found = decode_attention(own.q, own.k, own.v, partial=True, **own.options)
+        same = found.to("cpu").equal(case.partial())
+        equal += same
+        if not same:
+            yield _reported(f"kernel, case {index}: {case.describe()}")
+        if time.monotonic() - spoken > REPORT_EVERY_S:
+            spoken = time.monotonic()
+            print(f"kernel: {index + 1} of {len(cases)} cases done, {equal} equal", flush=True)
+    print(f"kernel: {equal} of {len(cases)} cases equal")
 
 
 def _reported(failure: str) -> str:

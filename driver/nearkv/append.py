@@ -22,7 +22,7 @@ from .own_pages import OwnPages
 from .quantise.formats import CacheFormat
 from .rows import RowReader
 from .summaries import Summaries
-from .table import PageTable, RowAddresses
+from .table import PageTable, RowAddresses, table_addresses
 from .tenant import Tenant
 
 
@@ -71,7 +71,7 @@ class Appending:
         self._before = list(tables)
         self._rows = rows
         self._taken: list[npt.NDArray[np.uint64]] = []
-        self._own = OwnPages(tenant, pages, layout)
+        self._own = OwnPages(tenant, pages, layout, addresses)
         self._renamed: set[int] = set()
         """Tables whose last page is another one from now on, by their place in the list."""
         try:
@@ -144,17 +144,16 @@ class Appending:
 
     def commits(self) -> list[Write]:
         """The operations that make the rows exist, a line for each table: its header, or where it moved."""
-        stayed = [table for before, table in zip(self._before, self.tables, strict=True) if table is before]
-        moved = [
-            table for before, table in zip(self._before, self.tables, strict=True) if table is not before
-        ]
+        stayed: list[PageTable] = []
+        moved: list[PageTable] = []
+        for before, table in zip(self._before, self.tables, strict=True):
+            (stayed if table is before else moved).append(table)
         writes = []
         if moved:
             writes.append(self._directory.move(moved))
         if stayed:
-            addresses = np.array([table.address for table in stayed], np.uint64)
             headers = [table.header(table.committed + self._rows) for table in stayed]
-            writes.append(self._tenant.write(addresses, np.concatenate(headers)))
+            writes.append(self._tenant.write(table_addresses(stayed), np.concatenate(headers)))
         return writes
 
     def done(self) -> None:
@@ -233,6 +232,10 @@ class RowWriter:
     Parameters
     ----------
     tenant, pages, layout, form, heads : of the cache.
+
+    Members
+    -------
+    addresses : of the cache's rows.
     """
 
     def __init__(
@@ -241,7 +244,7 @@ class RowWriter:
         self._tenant = tenant
         self._pages = pages
         self._layout = layout
-        self._addresses = RowAddresses(layout)
+        self.addresses = RowAddresses(layout)
         self._heads = heads
         self._summaries = Summaries(layout, form, heads) if layout.summaries else None
 
@@ -250,7 +253,7 @@ class RowWriter:
         them."""
         if self._summaries is not None:
             self._tenant.settle(tables)  # a job that selects pages reads their summaries
-        return Appending(self._tenant, self._pages, self._layout, self._addresses, directory, tables, rows)
+        return Appending(self._tenant, self._pages, self._layout, self.addresses, directory, tables, rows)
 
     def program(self, appending: Appending, coded: Coded, layer: int) -> list[Operation]:
         """The operations that write the rows, and then commit them."""
@@ -275,7 +278,7 @@ class RowWriter:
         ------
         OutOfMemoryError, AccessError : as `OwnPages` has them; nothing is taken then.
         """
-        own = OwnPages(self._tenant, self._pages, self._layout)
+        own = OwnPages(self._tenant, self._pages, self._layout, self.addresses)
         if self._summaries is not None:
             try:
                 for table in tables:

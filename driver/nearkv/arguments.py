@@ -41,12 +41,11 @@ def dense(name: str, tensor: object, shape: tuple[int | str, ...]) -> torch.Tens
     """`tensor`, when it is a dense tensor of the shape; names stand for any size."""
     if not isinstance(tensor, torch.Tensor):
         raise DtypeError(f"{name} must be a torch tensor, not {type(tensor).__name__}")
-    given, wanted = tuple(tensor.shape), f"[{', '.join(map(str, shape))}]"
-    fits = len(given) == len(shape) and all(
-        isinstance(w, str) or w == g for g, w in zip(given, shape, strict=True)
-    )
-    if not fits:
-        raise ShapeError(f"{name} has shape {list(given)}, must have {wanted}")
+    given = tensor.shape
+    if len(given) != len(shape) or any(
+        w != g and not isinstance(w, str) for g, w in zip(given, shape, strict=True)
+    ):
+        raise ShapeError(f"{name} has shape {list(given)}, must have [{', '.join(map(str, shape))}]")
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "a meta tensor" if tensor.is_meta else str(tensor.layout)
         raise DtypeError(f"{name} is {kind}, must be a dense tensor with data")

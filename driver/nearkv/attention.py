@@ -41,11 +41,12 @@ from .reference.softcap import softcap_bits
 from .results import FORMS, Finished, log_sum_exp_of, partial_of, values_of
 from .rows import Context
 from .rows import Rows as SeenRows
-from .table import PageTable
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | Partial
 Answer = Result | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | tuple[Partial, torch.Tensor]
 _MAX_RANGES = (1 << 16) - 1
+PLAIN = (type(None), bool, int, float, torch.dtype)
+"""Types of options that say all of what they say by their value."""
 
 
 class Options(TypedDict, total=False):
@@ -183,6 +184,43 @@ class Call:
         self._begin, self._end = row_bounds(lengths, None, rows)
         self._split = False
         self._sight = self._sight_of()
+
+    def again(self, q: torch.Tensor, lengths: Bounds) -> Call:
+        """The same call, whose options are `PLAIN`, with other queries over other lengths.
+
+        Parameters
+        ----------
+        q : of the same shape and type.
+        lengths : as many; no rows of these sequences, nor of the first call's, are released.
+
+        Raises
+        ------
+        DtypeError : for queries without numbers.
+        """
+        held = self._held
+        call = object.__new__(Call)
+        call.__dict__.update(self.__dict__)
+        call._q = queries_of(q, len(lengths), held.kv_heads, held.head_dim, held.dtype)
+        call._lengths, call._released = lengths, None
+        call._begin, call._end = row_bounds(lengths, None, None)
+        if self._window is not None or self._query_rows > 1 or self._select is not None:
+            call._sight = call._sight_of()
+        return call
+
+    @property
+    def follows_lengths(self) -> bool:
+        """Whether `first_row` and the lengths are all of a call for units that other lengths change, where
+        options are `PLAIN` and nothing is released."""
+        sight = self._sight
+        if not self.on_units or sight is None or self._released is not None or self._query_rows > 1:
+            return False
+        return sight.positions is None and sight.ranges is None and not sight.select_pages
+
+    def first_row(self, lengths: Bounds) -> Bounds:
+        """The first row that each sequence's query sees of so many."""
+        if self._window is None:
+            return np.zeros_like(lengths)
+        return np.maximum(lengths - self._window, 0)
 
     @property
     def on_units(self) -> bool:
@@ -475,8 +513,3 @@ class Call:
     def _shaped_partial(self, partial: Partial) -> Partial:
         partial = partial.to(self._q.device)
         return partial if self._q.dim() == 3 else partial.reshaped(tuple(self._q.shape[:2]))
-
-
-def table_addresses(tables: Many[PageTable]) -> npt.NDArray[np.uint64]:
-    """Where the tables lie."""
-    return np.array([table.address for table in tables], np.uint64)

@@ -211,7 +211,7 @@ class BlockCache:
             )
         ]
         tables = [context.table for context, _ in contexts]
-        call = cache._call(layer, q, tables, rows.tolist(), **options)
+        call = cache._calls.make(layer, q, tables, rows.tolist(), **options)
         program: list[Operation] = []
         for (context, blocks), length in zip(contexts, rows.tolist(), strict=True):
             program += self._update(context, layer, blocks, length)

@@ -14,6 +14,7 @@ from nearkv_hw.abi.memory import RowLayout
 
 from .append import Appending, RowWriter
 from .arguments import whole_number
+from .calls import Calls
 from .codec import FORMATS
 from .coded import Coder
 from .cuts import Cuts
@@ -33,6 +34,7 @@ from .recovery import FoundCache
 from .rows import RowReader
 from .sequences import Sequence, Sequences
 from .stats import AttentionTotals
+from .step import Steps
 from .table import PageTable
 from .tenant import Tenant
 
@@ -75,10 +77,14 @@ class SequenceMemory:
         at = None if found is None else (found.fields["head_scales"], found.fields["codebooks"])
         self._heads = HeadTables(tenant, heads, at)
         self._coder = Coder(form, kv_heads, layout.head_dim, layout.value_dim, self._heads)
+        self._calls = Calls(tenant, layout, form, self._heads, kv_heads, self.dtype)
         self._jobs = Jobs(tenant, layout, self._heads, kv_heads, totals)
         self._reader = RowReader(tenant, layout)
         self._pages = tenant.pages(layout.page_bytes)
         self._writer = RowWriter(tenant, self._pages, layout, form, self._heads)
+        self._steps = Steps(
+            tenant, self._pages, self._writer.addresses, self._jobs, summaries=layout.summaries
+        )
         self._cuts = Cuts(tenant, self._pages, layout, self._writer, self._reader)
         self._sequences = Sequences(
             tenant,

@@ -27,9 +27,16 @@ def element_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def codes_of(rows: torch.Tensor) -> torch.Tensor:
+    """Numbers of 16 bits as their codes, on the CPU."""
+    if rows.requires_grad:
+        rows = rows.detach()
+    return (rows if rows.is_cpu else rows.cpu()).view(torch.int16)
+
+
 def rows_to_lines(rows: torch.Tensor, lines: int) -> npt.NDArray[np.uint8]:
     """Rows [..., elements] of 16-bit elements as lines [..., lines, 64], the last one padded with zeros."""
-    codes = rows.detach().cpu().contiguous().view(torch.int16).numpy()
+    codes = codes_of(rows).contiguous().numpy()
     per_row = lines * LINE_BYTES // 2
     if codes.shape[-1] != per_row:
         padded = np.zeros((*codes.shape[:-1], per_row), np.int16)

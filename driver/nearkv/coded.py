@@ -11,7 +11,7 @@ import torch
 from nearkv_hw.abi.memory import RowLayout
 
 from .arguments import dense
-from .codec import FORMATS, codes_to_bytes
+from .codec import FORMATS, codes_of, codes_to_bytes
 from .errors import ArgumentError, DtypeError, ShapeError
 from .heads import HeadTables
 from .quantise.formats import CacheFormat, RowFormat
@@ -69,6 +69,9 @@ class Coder:
         self._form = form
         self._kv_heads = kv_heads
         self._dims = {"k": head_dim, "v": value_dim}
+        self._dtypes = {kind.name: dtype for dtype, kind in FORMATS.items()}
+        alike = form.v is not None and form.v.element == form.k.element
+        self._plain = self._dtypes.get(form.k.element) if alike else None
         self._heads = heads
 
     def code(
@@ -80,6 +83,10 @@ class Coder:
         ------
         ShapeError, DtypeError, ArgumentError : for what does not fit the cache.
         """
+        if batch is not None and k_scales is None and v_scales is None and self._as_stored(k, v):
+            k = dense("k", k, (batch, "rows", self._kv_heads, self._dims["k"]))
+            v = dense("v", v, (batch, "rows", self._kv_heads, self._dims["v"]))
+            return Coded((codes_of(k), codes_of(v)), (None, None), {})
         leading: tuple[int | str, ...] = ("rows",) if batch is None else (batch, "rows")
         parts: dict[str, Quantised] = {"k": self._part("k", self._form.k, layer, k, k_scales, leading)}
         if self._form.v is None:
@@ -104,6 +111,12 @@ class Coder:
             sum(part.saturated for part in parts.values()),
         )
 
+    def _as_stored(self, k: Any, v: Any) -> bool:
+        """Whether both are numbers of 16 bits, equally many, that the cache stores as they come."""
+        if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
+            return False
+        return k.dtype == v.dtype == self._plain and k.shape[:2] == v.shape[:2]
+
     def _part(
         self,
         name: str,
@@ -119,12 +132,12 @@ class Coder:
         if scales is not None:
             raise ArgumentError(f"{name}_scales go with codes; {name} holds {tensor.dtype} values")
         if form.form.bits == 16:
-            own = next(dtype for dtype, kind in FORMATS.items() if kind == form.form)
+            own = self._dtypes[form.form.name]
             if tensor.dtype != own:
                 raise DtypeError(
                     f"{name} is {tensor.dtype}, the cache holds {form.element}; convert with {name}.to({own})"
                 )
-            return Quantised(form, tensor.detach().cpu().view(torch.int16), None, None, 0)
+            return Quantised(form, codes_of(tensor), None, None, 0)
         if tensor.dtype not in FLOATS:
             kinds = ", ".join(map(str, FLOATS))
             raise DtypeError(

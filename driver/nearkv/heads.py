@@ -88,6 +88,7 @@ class HeadTables:
     Members
     -------
     head_scales, codebooks : device addresses, 0 where the cache has none.
+    changes : how often something was learnt or forgotten.
 
     Raises
     ------
@@ -103,6 +104,7 @@ class HeadTables:
         self._known = given.found or {name: [known] * given.layers for name, known in given.known.items()}
         scales, books = bool(self._scales), bool(self._books)
         heads = given.layers * given.kv_heads
+        self.changes = 0
         self._scale_lines = lines_of(heads * SCALES_BYTES) if scales else 0
         self._book_lines = heads if books else 0
         if at is not None:
@@ -148,6 +150,7 @@ class HeadTables:
 
     def learn(self, part: str, layer: int, scale: torch.Tensor | None, book: torch.Tensor | None) -> None:
         """Keep what a layer's first rows called for; `writes` brings it to the device."""
+        self.changes += 1
         if part in self._scales and scale is not None:
             self._scales[part][layer] = scale
             self._known[f"{part}_scale"][layer] = True
@@ -157,6 +160,7 @@ class HeadTables:
 
     def forget(self, parts: Iterable[str], layer: int) -> None:
         """The rows that `learn` was told of are not there after all."""
+        self.changes += 1
         for part in parts:
             for name in (f"{part}_scale", f"{part}_lut"):
                 if name in self._known:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -177,7 +179,8 @@ class HostRows:
             "alibi_slopes": None if alibi_slopes is None else alibi_slopes.to(q.device),
         }
         k, v = moved.pop("k"), moved.pop("v")
-        return decode_attention(q, k, v, scale=scale, partial=True, **moved), pages
+        attend = attention_on(q.device)
+        return attend(q, k, v, scale=scale, partial=True, **moved), pages
 
     def _selected(
         self,
@@ -215,6 +218,15 @@ class HostRows:
             )
             found[own, :, :count_own] = selection.pages
         return found
+
+
+def attention_on(device: torch.device) -> Callable[..., Any]:
+    """What works attention out there, with the same bits: the Triton kernel on a GPU, where Triton is."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from .gpu import decode_attention as kernel  # late: Triton takes its time
+
+        return kernel
+    return decode_attention
 
 
 def scaled(values: torch.Tensor, v_scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

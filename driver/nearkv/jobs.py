@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -39,18 +39,21 @@ from .stats import AttentionTotals
 from .tenant import Tenant
 
 _PLANS_KEPT = 64
-_TEMPLATES_KEPT = 64
+_READY_KEPT = 64
+_NONE = np.empty(0, np.uint64)
+"""No addresses."""
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Where the queries and results of a call lie.
 
     Members
     -------
     queries, results : device addresses of each job's, [batch, jobs of a sequence].
-    query_places, result_places : host addresses of all their lines, those of results that are wanted.
-    wanted : device addresses of the latter.
+    query_places : host addresses of all lines of queries.
+    results_read : reads the lines of results that are wanted.
+    wanted : their device addresses.
     row_lines : K and V lines that a row of each sequence makes the device stream, every pass counted.
     moves : of the tenant, when this was so.
     """
@@ -58,10 +61,25 @@ class _Plan:
     queries: npt.NDArray[np.uint64]
     results: npt.NDArray[np.uint64]
     query_places: Addresses
-    result_places: Addresses
+    results_read: Read
     wanted: Addresses
     row_lines: int
     moves: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What batches of one kind have in common: all but tables, row ranges and lists.
+
+    Members
+    -------
+    plan : where queries and results lie.
+    descriptors, extensions : [batch, jobs of a sequence, 64], queries and results named in them.
+    """
+
+    plan: Plan
+    descriptors: Lines
+    extensions: Lines | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +89,6 @@ class _Posting:
     Members
     -------
     plan : where its queries and results lie.
-    template : one sequence's descriptors.
     descriptors, extensions : the lines of their slots, [n, 64].
     program : what comes before them.
     reads : what brings the results.
@@ -79,8 +96,7 @@ class _Posting:
     rows : that all jobs of a KV head have.
     """
 
-    plan: _Plan
-    template: Lines
+    plan: Plan
     descriptors: Lines
     extensions: Lines | None
     program: list[Operation]
@@ -119,8 +135,8 @@ class Jobs:
         self._heads = heads
         self._kv_heads = kv_heads
         self._totals = totals
-        self._plans: dict[tuple[int, int, int, OutputForm, bool, int], _Plan] = {}
-        self._templates: dict[tuple[Any, ...], tuple[Lines, Lines | None]] = {}
+        self._plans: dict[tuple[int, int, int, OutputForm, bool, int], Plan] = {}
+        self._ready: dict[tuple[Any, ...], Prepared] = {}
         self._storage = _storage_fields(layout)
 
     def run(self, batch: Batch, before: Many[Operation] = ()) -> Finished:
@@ -131,6 +147,31 @@ class Jobs:
         DeviceError : when a job ends with a status other than OK.
         """
         posting = self._tenant.with_memory(lambda: self._posting(batch, before, 0))
+        return self._carry_out(batch, posting)
+
+    def run_prepared(
+        self, batch: Batch, prepared: Prepared, descriptors: Lines, before: list[Operation], rows: int
+    ) -> Finished:
+        """Run a batch that was prepared, in one program.
+
+        Parameters
+        ----------
+        batch : one of the kind, over the same tables.
+        descriptors : its own, [n, 64], with tables and row ranges.
+        before : what comes before them, the queries' lines included.
+        rows : that all jobs of a KV head have.
+
+        Raises
+        ------
+        DeviceError : when a job ends with a status other than OK.
+        """
+        plan, extensions = prepared.plan, prepared.extensions
+        if extensions is not None:
+            extensions = extensions.reshape(-1, LINE_BYTES)
+        posting = _Posting(plan, descriptors, extensions, before, [plan.results_read], _NONE, rows)
+        return self._carry_out(batch, posting)
+
+    def _carry_out(self, batch: Batch, posting: _Posting) -> Finished:
         completions, reads = self._tenant.ring.run(
             posting.descriptors,
             extensions=posting.extensions,
@@ -174,34 +215,30 @@ class Jobs:
     def _posting(self, batch: Batch, before: Many[Operation], lane: int) -> _Posting:
         """A batch as descriptors, with areas of its lane."""
         tenant, layout = self._tenant, self._layout
-        count, query_rows, q_heads = batch.q.shape[:3]
-        plan = self._plan(count, query_rows, q_heads, batch.form, batch.denominators, lane)
+        ready = self.prepare(batch, lane)
+        plan = ready.plan
         query_lines = rows_to_lines(batch.q, layout.query_lines).reshape(-1, LINE_BYTES)
         program = [*before, Write(plan.query_places, query_lines)]
-        template, second = self._template(batch)
-        jobs = np.repeat(template[None], count, axis=0)
+        jobs = ready.descriptors.copy()
         column(ATTEND, "table", jobs)[:] = batch.tables[:, None]
-        column(ATTEND, "queries", jobs)[:] = plan.queries
-        column(ATTEND, "result", jobs)[:] = plan.results
         column(ATTEND, "row_begin", jobs)[:] = batch.begin[:, None]
         column(ATTEND, "row_end", jobs)[:] = batch.end[:, None]
         if batch.sinks is not None:
-            sinks = self._by_job(_of_lane("sinks", lane), batch.sinks.numpy(), query_rows, program)
+            sinks = self._by_job(_of_lane("sinks", lane), batch.sinks.numpy(), batch.q.shape[1], program)
             column(ATTEND, "sinks", jobs)[:] = sinks
         extensions = None
-        selected = np.empty(0, np.uint64)
-        if second is not None:
-            extensions = np.repeat(second[None], count, axis=0)
+        selected = _NONE
+        if ready.extensions is not None:
+            extensions = ready.extensions.copy()
             selected = self._extend(batch, extensions, program, lane)
         return _Posting(
             plan=plan,
-            template=template,
             descriptors=jobs.reshape(-1, LINE_BYTES),
             extensions=None if extensions is None else extensions.reshape(-1, LINE_BYTES),
             program=program,
-            reads=[Read(plan.result_places), *([Read(tenant.hosts(selected))] if len(selected) else [])],
+            reads=[plan.results_read, *([Read(tenant.hosts(selected))] if len(selected) else [])],
             selected=selected,
-            rows=int((batch.end - batch.begin).sum()),
+            rows=int(np.add.reduce(batch.end - batch.begin)),
         )
 
     def _finished(
@@ -211,7 +248,8 @@ class Jobs:
         tenant, layout, selected = self._tenant, self._layout, posting.selected
         count, query_rows, q_heads = batch.q.shape[:3]
         self._totals.add(completions)
-        self._raise_failed(completions, posting.template, batch.parts)
+        if completions.failed.size:
+            self._raise_failed(completions, posting.descriptors, batch)
         self._totals.add_products(posting.rows * query_rows * q_heads, layout.head_dim, layout.value_dim)
         chosen = None
         if len(selected):
@@ -249,7 +287,7 @@ class Jobs:
             of_job = np.repeat(np.array(books, np.int64), extensions.shape[1] // self._kv_heads)
             _put("codebooks", extensions, of_job[None])
         if not sight.select_pages:
-            return np.empty(0, np.uint64)
+            return _NONE
         pages = int(batch.end.max(initial=0)) // self._layout.page_rows + 1
         lines = lines_of((1 + min(sight.select_pages, pages)) * WORD_BYTES)
         jobs = count * extensions.shape[1]
@@ -287,7 +325,7 @@ class Jobs:
 
     def _plan(
         self, count: int, query_rows: int, q_heads: int, form: OutputForm, denominators: bool, lane: int
-    ) -> _Plan:
+    ) -> Plan:
         """Where a call's queries and results lie: kept, because calls of one shape follow each other."""
         key = (count, query_rows, q_heads, form, denominators, lane)
         plan = self._plans.get(key)
@@ -299,7 +337,7 @@ class Jobs:
 
     def _new_plan(
         self, count: int, query_rows: int, q_heads: int, form: OutputForm, denominators: bool, lane: int
-    ) -> _Plan:
+    ) -> Plan:
         tenant, layout = self._tenant, self._layout
         group = q_heads // self._kv_heads
         parts, row_parts = self._parts(group), self._row_parts(query_rows)
@@ -317,11 +355,11 @@ class Jobs:
             wanted = wanted.reshape(-1, result_layout.lines)[:, :-1]
         wanted = wanted.reshape(-1)
         passes = -(-heads * rows // tenant.config.queries) * len(parts) * len(row_parts)
-        return _Plan(
+        return Plan(
             queries=queries.reshape(count, -1),
             results=results.reshape(count, -1),
             query_places=tenant.hosts(_lines_of(queries, parts, query_rows, layout.query_lines).reshape(-1)),
-            result_places=tenant.hosts(wanted),
+            results_read=Read(tenant.hosts(wanted)),
             wanted=wanted,
             row_lines=self._kv_heads * passes * max(lines_of(layout.row_bytes), 1),
             moves=tenant.moves,
@@ -337,27 +375,28 @@ class Jobs:
             (first, min(MAX_QUERY_ROWS, query_rows - first)) for first in range(0, query_rows, MAX_QUERY_ROWS)
         ]
 
-    def _template(self, batch: Batch) -> tuple[Lines, Lines | None]:
-        """One sequence's descriptors without addresses and ranges, and their second lines where they have
+    def prepare(self, batch: Batch, lane: int = 0) -> Prepared:
+        """A batch's descriptors but for tables, row ranges and lists, and their second lines where they have
         any: kept, because packing takes its time."""
-        sight, (_, query_rows, q_heads) = batch.sight, batch.q.shape[:3]
+        sight, q = batch.sight, batch.q
         alike = (sight.options, sight.window, sight.kept, sight.softcap, sight.select_pages)
-        scales = batch.output_scales
-        key = (
-            q_heads,
-            query_rows,
-            batch.factors,
-            scales,
-            batch.sinks is None,
-            batch.form,
-            batch.q.dtype,
-            alike,
-        )
-        if key not in self._templates:
-            while len(self._templates) >= _TEMPLATES_KEPT:
-                del self._templates[next(iter(self._templates))]
-            self._templates[key] = self._new_template(batch)
-        return self._templates[key]
+        of_batch = (batch.factors, batch.output_scales, batch.sinks is None, batch.form, batch.denominators)
+        key = (q.shape, q.dtype, lane, of_batch, alike)
+        ready = self._ready.get(key)
+        if ready is None or ready.plan.moves != self._tenant.moves:
+            while len(self._ready) >= _READY_KEPT:
+                del self._ready[next(iter(self._ready))]
+            ready = self._ready[key] = self._new_ready(batch, lane)
+        return ready
+
+    def _new_ready(self, batch: Batch, lane: int) -> Prepared:
+        count, query_rows, q_heads = batch.q.shape[:3]
+        plan = self._plan(count, query_rows, q_heads, batch.form, batch.denominators, lane)
+        template, second = self._new_template(batch)
+        jobs = np.repeat(template[None], count, axis=0)
+        column(ATTEND, "queries", jobs)[:] = plan.queries
+        column(ATTEND, "result", jobs)[:] = plan.results
+        return Prepared(plan, jobs, None if second is None else np.repeat(second[None], count, axis=0))
 
     def _new_template(self, batch: Batch) -> tuple[Lines, Lines | None]:
         layout, sight, (_, query_rows, q_heads) = self._layout, batch.sight, batch.q.shape[:3]
@@ -409,24 +448,20 @@ class Jobs:
             padded[:, index, :part] = by_head[:, index * MAX_GROUP : index * MAX_GROUP + part]
         return padded.view(np.uint8).reshape(self._kv_heads * len(parts), -1)
 
-    def _raise_failed(self, completions: Completions, template: Lines, parts: int) -> None:
+    def _raise_failed(self, completions: Completions, descriptors: Lines, batch: Batch) -> NoReturn:
         failed = completions.failed
-        if not failed.size:
-            return
-        if np.isin(completions.status[failed], _OF_STRANGERS).any():
+        if np.isin(completions.of("status")[failed], _OF_STRANGERS).any():
             self._tenant.raise_if_reset()
         first = int(failed[0])
-        part, job = divmod(first, len(template))
-        sequence = part // parts
-        status, detail = Status(int(completions.status[first])), int(completions.detail[first])
-        where = (
-            f"sequence {sequence} of the batch, KV head {ATTEND.unpack(template[job].tobytes())['kv_head']}"
-        )
+        sequence = first // (len(descriptors) // len(batch.tables)) // batch.parts
+        status, detail = Status(int(completions.of("status")[first])), int(completions.of("detail")[first])
+        kv_head = ATTEND.unpack(descriptors[first].tobytes())["kv_head"]
+        where = f"sequence {sequence} of the batch, KV head {kv_head}"
         raise DeviceError(
-            f"{len(failed)} of {len(completions.status)} jobs failed; "
+            f"{len(failed)} of {len(completions)} jobs failed; "
             f"the first ({where}) with {status.name}, {_DETAILS.get(status, 'detail')} {detail}",
             status=status,
-            tag=int(completions.tag[first]),
+            tag=int(completions.of("tag")[first]),
             detail=detail,
             sequence=sequence,
         )

@@ -35,23 +35,23 @@ class OwnPages:
 
     Parameters
     ----------
-    tenant, pages, layout : of the cache.
+    tenant, pages, layout, addresses : of the cache.
     """
 
-    def __init__(self, tenant: Tenant, pages: Pages, layout: RowLayout) -> None:
+    def __init__(self, tenant: Tenant, pages: Pages, layout: RowLayout, addresses: RowAddresses) -> None:
         self._tenant = tenant
         self._pages = pages
         self._layout = layout
-        self._addresses = RowAddresses(layout)
+        self._addresses = addresses
         self._copies: list[_Copy] = []
-        self._content: Lines = np.empty((0, 0), np.uint8)
+        self._content: Lines | None = None
 
     def __bool__(self) -> bool:
         return bool(self._copies)
 
     def shared(self, table: PageTable, rows: int) -> bool:
         """Whether others have the page, too, in which row number `rows` lies, and rows before it."""
-        if not rows % self._layout.page_rows:
+        if not rows % self._layout.page_rows or not self._pages.shared:
             return False
         page = rows // self._layout.page_rows
         return bool(self._pages.shares(table.page_addresses(page, page + 1)).any())
@@ -94,7 +94,7 @@ class OwnPages:
 
     def writes(self) -> list[Write]:
         """The operations that write the copies."""
-        if not self._copies:
+        if self._content is None:
             return []
         places = np.concatenate([copy.written for copy in self._copies])
         return [self._tenant.write(places, self._content)]

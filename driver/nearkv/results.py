@@ -39,10 +39,11 @@ class Finished:
 
 def values_of(finished: Finished, value_dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Results [queries, q_heads, value_dim] of a finished form."""
-    lines = finished.lines[:, :, : ResultLayout(value_dim, FORMS[dtype]).planes[0]]
+    queries, heads = finished.lines.shape[:2]
     kind = np.float32 if dtype == torch.float32 else np.int16
-    lanes = np.ascontiguousarray(lines).reshape(*lines.shape[:2], -1).view(kind)[..., :value_dim]
-    return torch.from_numpy(lanes.copy()).view(dtype)
+    lanes = finished.lines.reshape(queries, heads, -1).view(kind)[..., :value_dim]  # the first plane
+    found = torch.from_numpy(lanes.copy())
+    return found if found.dtype == dtype else found.view(dtype)
 
 
 def log_sum_exp_of(finished: Finished) -> torch.Tensor:

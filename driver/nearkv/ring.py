@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,19 +25,20 @@ from nearkv_hw.abi.window import (
     EXTENT_COUNTERS_LINE,
     RING,
     RING_LINE,
-    completion_address,
     completion_phase,
     register_address,
     window_base,
 )
 from nearkv_sim.columns import column
-from nearkv_sim.port import DeviceTimeout, Fence, Operation, Poll, Read, ReadResult, Write
+from nearkv_sim.port import Addresses, DeviceTimeout, Fence, Lines, Operation, Poll, Read, ReadResult, Write
 
 from .codec import one
 from .errors import ClosedError, DeviceTimeoutError, ProtocolError
 from .queued_port import Programs
 
-_PHASE_BYTE = COMPLETION.offset("phase") // 8
+_PHASE = COMPLETION.offset("phase")
+_OK = np.uint8(Status.OK)
+_FENCE = Fence()
 _INDEX_MASK = (1 << DOORBELL["tail"].width) - 1
 _TIMEOUT_CYCLES = 1_000_000
 """Cycles after which a batch is looked after; what it streams comes on top."""
@@ -49,23 +51,26 @@ class Completions:
 
     Members
     -------
-    status, tag, detail, job_cycles, lines, passes : one number per descriptor, as in the completion record.
+    records : the completion record of each descriptor, [n, 64].
     cycles : device cycles from the doorbells to the last completions, as the host saw them; give or take the
         gap between two polls when the batch took longer than was expected of it.
     """
 
-    status: npt.NDArray[np.uint8]
-    tag: npt.NDArray[np.uint32]
-    detail: npt.NDArray[np.uint64]
-    job_cycles: npt.NDArray[np.uint32]
-    lines: npt.NDArray[np.uint32]
-    passes: npt.NDArray[np.uint16]
+    records: Lines
     cycles: int
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def of(self, name: str) -> npt.NDArray[Any]:
+        """A field of the records, one number per descriptor."""
+        return column(COMPLETION, name, self.records)
 
     @property
     def failed(self) -> npt.NDArray[np.intp]:
         """Which descriptors did not end with OK."""
-        return np.flatnonzero(self.status != Status.OK)
+        failed: npt.NDArray[np.intp] = (self.of("status") != _OK).nonzero()[0]
+        return failed
 
 
 class CommandRing:
@@ -90,10 +95,11 @@ class CommandRing:
         self._config = config
         self._aperture = aperture
         window = window_base(config, aperture)
-        self._descriptors = window + DESCRIPTORS_OFFSET
-        self._completions = window + COMPLETIONS_OFFSET
+        slots = np.arange(config.ring_slots, dtype=np.uint64)
+        self._descriptors = window + DESCRIPTORS_OFFSET + slots * np.uint64(DESCRIPTOR_BYTES)
+        self._completions = window + COMPLETIONS_OFFSET + slots * np.uint64(COMPLETION_BYTES)
         self._doorbell = one(window + DOORBELL_OFFSET)
-        self._counters = one(register_address(config, aperture, DEVICE_COUNTERS_LINE))
+        self._read_cycles = Read(one(register_address(config, aperture, DEVICE_COUNTERS_LINE)))
         slices = range(CHANNEL_COUNTERS_LINE, CHANNEL_COUNTERS_LINE + config.slices)
         self._channels = np.array([register_address(config, aperture, line) for line in slices], np.uint64)
         self._extents = one(register_address(config, aperture, EXTENT_COUNTERS_LINE))
@@ -247,9 +253,7 @@ class CommandRing:
         self._check_usable()
         count, slots = len(descriptors), self._config.ring_slots
         timeout = _TIMEOUT_CYCLES + _TIMEOUT_CYCLES_PER_LINE * streamed_lines
-        column(ATTEND, "tag", descriptors)[:] = np.arange(
-            self.posted, self.posted + count, dtype=np.uint64
-        ) & np.uint64(_INDEX_MASK)
+        column(ATTEND, "tag", descriptors)[:] = _tags(self.posted, self.posted + count)
         parts: list[Completions] = []
         for begin in range(0, count, slots):
             end = min(begin + slots, count)
@@ -279,16 +283,14 @@ class CommandRing:
         extensions: npt.NDArray[np.uint8] | None,
         before: Sequence[Operation],
     ) -> list[Operation]:
-        slot = self._slots_of(ticket)
         self.posted = ticket.end
-        return [
-            *before,
-            Write(self._descriptors + slot * np.uint64(DESCRIPTOR_BYTES), descriptors),
-            *([] if extensions is None else [self._second_lines(slot, extensions)]),
-            Fence(),
-            Read(self._counters),
-            Write(self._doorbell, self._doorbell_line(ticket.end)),
-        ]
+        places = self._of_ticket(ticket, self._descriptors)
+        program = [*before, Write(places, descriptors)]
+        if extensions is not None:
+            program.append(Write(places + np.uint64(LINE_BYTES), extensions))
+        line = np.zeros((1, LINE_BYTES), np.uint8)
+        column(DOORBELL, "tail", line)[:] = ticket.end & _INDEX_MASK
+        return [*program, _FENCE, self._read_cycles, Write(self._doorbell, line)]
 
     def _complete(
         self, ticket: Ticket, post: Sequence[Operation], after: Sequence[Operation]
@@ -296,15 +298,15 @@ class CommandRing:
         """Post if need be, and wait: completions, and the results of `after`."""
         wait = [
             self._poll(ticket.end - 1, ticket.timeout),
-            Read(self._counters),
-            Read(self._completions + self._slots_of(ticket) * np.uint64(COMPLETION_BYTES)),
+            self._read_cycles,
+            Read(self._of_ticket(ticket, self._completions)),
             *after,
         ]
         with self._unless_hung(ticket):
             try:
                 results = self._port.run([*post, *wait])
                 if post:
-                    results = results[sum(isinstance(operation, Read) for operation in post) - 1 :]
+                    results = results[-3 - sum(isinstance(one, Read) for one in after) :]
                     ticket.rung = _cycles_of(results.pop(0))
             except DeviceTimeout:
                 if post:
@@ -319,14 +321,15 @@ class CommandRing:
         self, ticket: Ticket, done: int, records: npt.NDArray[np.uint8], *, posted_before: bool
     ) -> None:
         """Keep what a ticket came to."""
-        own = self._completions_of(ticket, records)
+        self._check_records(ticket, records)
         cycles = done - max(ticket.rung, self._last_done)
         if posted_before:  # nobody looked when the last one was complete
-            cycles = min(cycles, int(own.job_cycles.sum(dtype=np.int64)))
+            cycles = min(cycles, int(column(COMPLETION, "cycles", records).sum(dtype=np.int64)))
         self._last_done = done
-        ticket.completions = _joined([*ticket.parts, replace(own, cycles=cycles)])
+        ticket.completions = _joined([*ticket.parts, Completions(records, cycles)])
         self.completed = max(self.completed, ticket.end)
-        self._outstanding = [one for one in self._outstanding if one is not ticket]
+        if self._outstanding:
+            self._outstanding = [one for one in self._outstanding if one is not ticket]
         self.on_complete()
 
     @contextmanager
@@ -350,22 +353,17 @@ class CommandRing:
                 "recover(), or open the device again"
             )
 
-    def _slots_of(self, ticket: Ticket) -> npt.NDArray[np.uint64]:
-        """The slots of a ticket's descriptors."""
-        return np.arange(ticket.first, ticket.end, dtype=np.uint64) % np.uint64(self._config.ring_slots)
+    def _of_ticket(self, ticket: Ticket, of_slots: Addresses) -> Addresses:
+        """Of addresses, one for each slot, those of a ticket's descriptors."""
+        slots = len(of_slots)
+        begin, count = ticket.first % slots, ticket.end - ticket.first
+        own = of_slots[begin : begin + count]
+        return own if len(own) == count else np.concatenate([own, of_slots[: count - len(own)]])
 
     def _poll(self, index: int, timeout: int) -> Poll:
         """Wait for the completion record of a descriptor."""
-        return Poll(
-            completion_address(self._config, self._aperture, index),
-            mask=1 << COMPLETION.offset("phase"),
-            value=completion_phase(self._config, index) << COMPLETION.offset("phase"),
-            timeout_cycles=timeout,
-        )
-
-    def _second_lines(self, slot: npt.NDArray[np.uint64], extensions: npt.NDArray[np.uint8]) -> Write:
-        places = self._descriptors + slot * np.uint64(DESCRIPTOR_BYTES) + np.uint64(LINE_BYTES)
-        return Write(places, extensions)
+        address = int(self._completions[index % len(self._completions)])
+        return Poll(address, 1 << _PHASE, completion_phase(self._config, index) << _PHASE, timeout)
 
     def _wait_on(self, wait: Sequence[Operation]) -> list[ReadResult]:
         """Wait for a batch that is late, as long as the device makes progress on anybody's work."""
@@ -388,33 +386,21 @@ class CommandRing:
 
     def _read_counters(self) -> list[ReadResult]:
         """The device's counters, and those of every memory slice."""
-        return self._port.run([Read(self._counters), Read(self._channels)])
+        return self._port.run([self._read_cycles, Read(self._channels)])
 
-    def _doorbell_line(self, tail: int) -> npt.NDArray[np.uint8]:
-        line = np.zeros((1, LINE_BYTES), np.uint8)
-        column(DOORBELL, "tail", line)[:] = tail & _INDEX_MASK
-        return line
-
-    def _completions_of(self, ticket: Ticket, records: npt.NDArray[np.uint8]) -> Completions:
-        indices = np.arange(ticket.first, ticket.end, dtype=np.uint64)
+    def _check_records(self, ticket: Ticket, records: Lines) -> None:
+        """ProtocolError when records are not those of a ticket's descriptors: each has its tag and phase."""
+        slots = self._config.ring_slots
+        phase = records[:, _PHASE // 8] & 1
+        phase[slots - ticket.first % slots :] ^= 1  # the ring's next lap
+        stale = phase != completion_phase(self._config, ticket.first)
         tags = column(COMPLETION, "tag", records)
-        lap = indices // np.uint64(self._config.ring_slots) % np.uint64(2)
-        stale = (records[:, _PHASE_BYTE] & 1) != 1 - lap
-        if stale.any() or (tags != indices & np.uint64(_INDEX_MASK)).any():
+        if np.count_nonzero(stale | (tags != _tags(ticket.first, ticket.end))):
             self._unfinished = True
             raise ProtocolError(
                 f"tenant {self._aperture}: records {np.flatnonzero(stale).tolist()} of completions are old, "
-                f"or the tags {tags.tolist()} are not those of descriptors {indices[0]} to {indices[-1]}"
+                f"or the tags {tags.tolist()} are not those of descriptors {ticket.first} to {ticket.end - 1}"
             )
-        return Completions(
-            status=column(COMPLETION, "status", records),
-            tag=tags,
-            detail=column(COMPLETION, "detail", records),
-            job_cycles=column(COMPLETION, "cycles", records),
-            lines=column(COMPLETION, "lines", records),
-            passes=column(COMPLETION, "passes", records),
-            cycles=0,
-        )
 
 
 @dataclass
@@ -442,12 +428,12 @@ def _joined(parts: list[Completions]) -> Completions:
     """Completions of one batch."""
     if len(parts) == 1:
         return parts[0]
-    arrays = {
-        field.name: np.concatenate([getattr(part, field.name) for part in parts])
-        for field in fields(Completions)
-        if field.name != "cycles"
-    }
-    return Completions(**arrays, cycles=sum(part.cycles for part in parts))
+    return Completions(np.concatenate([part.records for part in parts]), sum(part.cycles for part in parts))
+
+
+def _tags(first: int, end: int) -> npt.NDArray[np.uint64]:
+    """What descriptors carry of their numbers."""
+    return np.arange(first, end, dtype=np.uint64) & np.uint64(_INDEX_MASK)
 
 
 def _cycles_of(counters: ReadResult) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,7 @@ class PageTable:
     -------
     address, entries, heads, layer, sequence : see above.
     pages : pages that each head has.
+    changes : how often pages were named or forgotten.
     committed : rows that are completely written.
     released : (begin, end) of the rows that were released: nobody sees them, pages between the two are gone.
     extremes : least and largest K of the last page where it is not full, in caches that keep summaries.
@@ -54,6 +56,7 @@ class PageTable:
         self.address = address
         self.entries = table_entry_lines(entries) * ENTRIES_PER_LINE
         self.pages = 0
+        self.changes = 0
         self.committed = 0
         self.released = 0, 0
         self.jobs_end = 0
@@ -99,13 +102,11 @@ class PageTable:
     def header(self, committed: int, released: tuple[int, int] | None = None) -> Lines:
         """The header line [1, 64] that commits so many rows, and with `released` releases some."""
         line = self._header.copy()
+        column(TABLE, "committed_rows", line)[:] = committed
         begin, end = self.released if released is None else released
-        for name, value in (
-            ("committed_rows", committed),
-            ("released_begin", begin),
-            ("released_end", end),
-        ):
-            column(TABLE, name, line)[:] = value
+        if end:
+            column(TABLE, "released_begin", line)[:] = begin
+            column(TABLE, "released_end", line)[:] = end
         return line
 
     @property
@@ -144,10 +145,12 @@ class PageTable:
         """Name pages [heads, n] from page index `page` on; they count only once `pages` says so."""
         entries = (addresses >> _LINE_SHIFT) << _ENTRY_SHIFT | _ENTRY_VALID
         self._entries[:, page : page + addresses.shape[1]] = entries
+        self.changes += 1
 
     def drop(self, page: int) -> None:
         """Forget the pages from index `page` on."""
         self._entries[:, page:] = 0
+        self.changes += 1
         self.pages = min(self.pages, page)
 
     def cut(self, rows: int, page_rows: int) -> Addresses:
@@ -167,6 +170,7 @@ class PageTable:
     def forget(self, begin: int, end: int) -> None:
         """Forget pages `begin` to `end`, which lie among others."""
         self._entries[:, begin:end] = 0
+        self.changes += 1
 
     def grown(self, address: int, entries: int, sequence: int | None = None) -> PageTable:
         """A table with the same content, elsewhere and with room for so many entries; of another sequence,
@@ -189,6 +193,11 @@ class PageTable:
         addresses = head[:, None] + span(self.address + (1 + first) * LINE_BYTES, last - first)
         data = np.ascontiguousarray(self._entries[:, first * ENTRIES_PER_LINE : last * ENTRIES_PER_LINE])
         return addresses.reshape(-1), data.view(np.uint8).reshape(-1, LINE_BYTES)
+
+
+def table_addresses(tables: Many[PageTable]) -> npt.NDArray[np.uint64]:
+    """Where the tables lie."""
+    return np.array([table.address for table in tables], np.uint64)
 
 
 @dataclass(frozen=True)
@@ -247,13 +256,35 @@ class RowAddresses:
     Parameters
     ----------
     layout : of the cache's pages.
+
+    Members
+    -------
+    pitches : bytes of a row in each area, 0 where the cache does not have it.
+    one_row : where in a page the lines of each of its rows are, [page_rows, areas, 1, lines]; None where rows
+        share lines, or areas differ in them.
+    one_pitch : bytes of a row in all areas then.
     """
 
     def __init__(self, layout: RowLayout) -> None:
+        self.pitches = layout.pitches
         self._shift = np.uint64(layout.page_rows.bit_length() - 1)
         self._mask = np.uint64(layout.page_rows - 1)
         self._areas = list(zip(layout.areas, layout.pitches, strict=True))
         self._steps = {pitch: span(0, pitch // LINE_BYTES) for _, pitch in self._areas}
+        held = [(area, pitch) for area, pitch in self._areas if pitch]
+        self.one_pitch = max(layout.pitches)
+        self.one_row: npt.NDArray[np.uint64] | None = None
+        if len({pitch for _, pitch in held}) == 1 and held[0][1] >= LINE_BYTES:
+            begin = np.array([area for area, _ in held], np.uint64)
+            row = np.arange(layout.page_rows, dtype=np.uint64)[:, None] * np.uint64(held[0][1])
+            self.one_row = ((begin + row)[..., None] + self._steps[held[0][1]])[:, :, None]
+
+    def of_one_row(self, table: PageTable, row: int) -> Addresses:
+        """The lines of one row, [areas, heads, lines], where there is `one_row`."""
+        assert self.one_row is not None
+        page, within = divmod(row, len(self.one_row))
+        addresses: Addresses = table.page_addresses(page, page + 1) + self.one_row[within]
+        return addresses
 
     def of(self, table: PageTable, rows: npt.NDArray[np.int64]) -> list[Places | None]:
         """Where rising rows lie: K codes, K scales, V codes, V scales; None for what the cache has not."""

@@ -157,7 +157,7 @@ class Tenant:
     def checked(self, result: ReadResult, addresses: Addresses) -> Lines:
         """The data of a read; AccessError when a line is poisoned or is no memory of the tenant's, and
         DeviceResetError when the device was reset."""
-        if result.access.any():
+        if np.count_nonzero(result.access):
             index = int(np.flatnonzero(result.access)[0])
             address, poison = int(addresses[index]), result.access[index] == Access.POISON
             if not poison:
@@ -387,8 +387,8 @@ class Tenant:
     def _claim(self, runs: Sequence[Run]) -> list[bool]:
         """Claim runs of extents; which of them are the tenant's now."""
         completions = self._post_runs(Opcode.CLAIM_EXTENTS, runs, may_be=_NOT_TO_BE_HAD)
-        self._at_quota = bool((completions.status == Status.OVER_QUOTA).any())
-        owned: list[bool] = (completions.status == Status.OK).tolist()
+        self._at_quota = bool((completions.of("status") == Status.OVER_QUOTA).any())
+        owned: list[bool] = (completions.of("status") == Status.OK).tolist()
         return owned
 
     def _any_free(self, wait: bool) -> bool:
@@ -417,14 +417,14 @@ class Tenant:
         """Post a descriptor for each run of extents; DeviceError for a status that it may not end with."""
         completions, _ = self.ring.run(extent_descriptors(opcode, runs))
         for index in completions.failed.tolist():
-            status = Status(int(completions.status[index]))
+            status = Status(int(completions.of("status")[index]))
             if status not in may_be:
                 first, count = runs[index]
                 raise DeviceError(
                     f"{opcode.name} of {count} extents from {first}: {status.name}",
                     status=status,
-                    tag=int(completions.tag[index]),
-                    detail=int(completions.detail[index]),
+                    tag=int(completions.of("tag")[index]),
+                    detail=int(completions.of("detail")[index]),
                 )
         return completions
 

@@ -62,7 +62,7 @@ def test_a_quota_holds_and_is_said(device, owner):
     tenant = device._tenant(1)
     free = next(e for e in range(device.config.extents - 1, 0, -1))
     completions = tenant._post_runs(Opcode.CLAIM_EXTENTS, [(free, 1)], may_be=tuple(Status))
-    assert (completions.status[0], completions.detail[0]) == (Status.OVER_QUOTA, 0)
+    assert (completions.of("status")[0], completions.of("detail")[0]) == (Status.OVER_QUOTA, 0)
     owner.set_quota(1, device.config.capacity_bytes)
     kv.append(handle, layer=0, k=big[0], v=big[1])
     assert kv.length(handle) == 16_020

@@ -34,7 +34,7 @@ def read_as(tenant, addresses):
 def ends(tenant, opcode, extent, count=1):
     """How a claim or release of extents ends, and its detail."""
     completions = tenant._post_runs(opcode, [(extent, count)], may_be=ANYTHING)
-    return Status(int(completions.status[0])), int(completions.detail[0])
+    return Status(int(completions.of("status")[0])), int(completions.of("detail")[0])
 
 
 def test_nobody_reads_a_byte_of_what_was_given_back(device):
@@ -93,7 +93,7 @@ def test_jobs_before_a_release_end_well_and_those_behind_it_are_refused(device):
         if extensions is not None:
             extensions = np.concatenate([extensions, np.zeros_like(release), extensions])
         completions, results = run(both, extensions=extensions, **more)
-        posted.extend(completions.status.tolist())
+        posted.extend(completions.of("status").tolist())
         return completions, results
 
     tenant.ring.run = with_release

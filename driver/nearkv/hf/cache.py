@@ -66,9 +66,7 @@ class NearKVLayer(CacheLayerMixin):  # type: ignore[misc]
             self.store.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2))
         length = self.get_seq_length()
         keys, values = (
-            Placeholder(
-                torch.empty(*x.shape[:2], length, x.shape[3], dtype=x.dtype, device="meta"), x.device, self
-            )
+            Placeholder((*x.shape[:2], length, x.shape[3]), x.dtype, x.device, self)
             for x in (key_states, value_states)
         )
         return keys, values

@@ -22,9 +22,10 @@ class Placeholder(Tensor):
 
     Parameters
     ----------
-    shape : as `torch.empty(device="meta")` has it: a tensor on that device.
-    device : where the model believes it to be.
+    size : its shape.
+    dtype, device : what the model believes it to be of.
     layer : whose rows it stands for.
+    strides : of its elements, as in memory that it does not have; contiguous if not given.
 
     Raises
     ------
@@ -32,14 +33,17 @@ class Placeholder(Tensor):
     """
 
     layer: NearKVLayer
-    shape_only: Tensor
 
     @staticmethod
-    def __new__(cls, shape: Tensor, device: torch.device, layer: NearKVLayer) -> Placeholder:  # noqa: D102
-        made: Placeholder = _make(
-            cls, shape.shape, strides=shape.stride(), dtype=shape.dtype, device=device, requires_grad=False
-        )
-        made.shape_only = shape
+    def __new__(  # noqa: D102
+        cls,
+        size: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        layer: NearKVLayer,
+        strides: tuple[int, ...] | None = None,
+    ) -> Placeholder:
+        made: Placeholder = _make(cls, size, strides, dtype=dtype, device=device, requires_grad=False)
         made.layer = layer
         return made
 
@@ -55,7 +59,6 @@ class Placeholder(Tensor):
         def shape_of(value: Any) -> Any:
             if isinstance(value, Placeholder):
                 found.append(value)
-                return value.shape_only
             if isinstance(value, Tensor):
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             return value
@@ -72,4 +75,10 @@ class Placeholder(Tensor):
             ) from error
         if func._schema.is_mutable:
             return args[0]
-        return tree_map(lambda x: cls(x, device, layer) if isinstance(x, Tensor) else x, result)
+
+        def stands_for(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return cls(value.shape, value.dtype, device, layer, value.stride())
+
+        return tree_map(stands_for, result)

@@ -222,7 +222,7 @@ def _attend(call: Attention) -> Partial:
     factor = call.factors.view(heads, 1, 1)
     result = Partial.empty((batch, heads, query_rows * group), call.value_dim, call.q.device)
     if call.sinks is not None:
-        result = _with_sinks(result, call.sinks.view(heads, 1, group).expand(heads, query_rows, group))
+        result = with_sinks(result, call.sinks.view(heads, 1, group).expand(heads, query_rows, group))
     for begin, end in _blocks(call):
         visible = call.visibility.of(begin, end)
         if visible is not None:
@@ -285,7 +285,7 @@ def _weighted(weights: Weights, v: Elements) -> Partial:
     return Partial(weights.sum(), numerators, weights.query_nan, flags)
 
 
-def _with_sinks(result: Partial, sinks: Tensor) -> Partial:
+def with_sinks(result: Partial, sinks: Tensor) -> Partial:
     """A partial whose denominators have the sinks [kv_heads, query_rows, group] in them."""
     weights = sink_weights(sinks.reshape(sinks.shape[0], -1))
     state = weights.sum()

@@ -93,15 +93,15 @@ def decode(codes: Tensor, element: Format) -> Elements:
     element : an element or scale format.
     """
     index = codes.reshape(-1).to(torch.int64) & ((1 << element.bits) - 1)
-    packed = _table(element, codes.device).index_select(0, index).view(codes.shape)
-    sign = 1 - (packed & _SIGN)
-    significand = (packed >> _SIGNIFICAND_AT) & ((1 << element.significand_bits) - 1)
-    exponent = packed >> _EXPONENT_AT
-    special = packed & (_NAN | _INFINITY)
+    packed = decoding_table(element, codes.device).index_select(0, index).view(codes.shape)
+    sign = 1 - (packed & SIGN)
+    significand = (packed >> SIGNIFICAND_AT) & ((1 << element.significand_bits) - 1)
+    exponent = packed >> EXPONENT_AT
+    special = packed & (NAN | INFINITY)
     if not bool(special.any()):
         return Elements(sign, significand, exponent, element.significand_bits)
     return Elements(
-        sign, significand, exponent, element.significand_bits, special == _NAN, special == _INFINITY
+        sign, significand, exponent, element.significand_bits, special == NAN, special == INFINITY
     )
 
 
@@ -130,27 +130,25 @@ def scaled(elements: Elements, scales: Elements, block: int) -> Elements:
 
 # The fields of a table entry, one int64: two bits of special, the sign where `1 - x` makes +1 or -1 of it,
 # the significand and, up to the top, the exponent.
-_INFINITY, _SIGN, _NAN = 1 << 0, 1 << 1, 1 << 2
-_SIGNIFICAND_AT = 4
-_EXPONENT_AT = 16
+INFINITY, SIGN, NAN = 1 << 0, 1 << 1, 1 << 2
+SIGNIFICAND_AT = 4
+EXPONENT_AT = 16
 
 
 @lru_cache(maxsize=64)
-def _table(element: Format, device: torch.device) -> Tensor:
-    """The packed decodings of all codes of a format, on a device."""
+def decoding_table(element: Format, device: torch.device) -> Tensor:
+    """What all codes of a format decode to, on a device: int64 [codes], the fields above packed."""
     if device.type != "cpu":
-        return _table(element, torch.device("cpu")).to(device)
+        return decoding_table(element, torch.device("cpu")).to(device)
     return torch.tensor([_entry(element, code) for code in range(1 << element.bits)], dtype=torch.int64)
 
 
 def _entry(element: Format, code: int) -> int:
     decoded = element.decode(code)
-    entry = _SIGN if decoded.sign else 0
+    entry = SIGN if decoded.sign else 0
     if decoded.special is not None:
-        entry |= _NAN if decoded.special is Special.NAN else _INFINITY
+        entry |= NAN if decoded.special is Special.NAN else INFINITY
     if decoded.significand == 0:
-        return entry | ZERO_EXPONENT << _EXPONENT_AT
+        return entry | ZERO_EXPONENT << EXPONENT_AT
     lift = element.significand_bits - decoded.significand.bit_length()
-    return (
-        entry | (decoded.significand << lift) << _SIGNIFICAND_AT | (decoded.exponent - lift) << _EXPONENT_AT
-    )
+    return entry | (decoded.significand << lift) << SIGNIFICAND_AT | (decoded.exponent - lift) << EXPONENT_AT
