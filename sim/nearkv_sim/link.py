@@ -211,7 +211,8 @@ def _options(traffic: Traffic, beats: int) -> _Options:
     options = _Options(seed=traffic.seed, messages=traffic.messages, answering=int(traffic.answers))
     options.full = _probability(traffic.full)
     for name in ("flip", "drop", "repeat"):
-        setattr(options, name, _probability(getattr(traffic, name) / beats))
+        of_flit = getattr(traffic, name)
+        setattr(options, name, _probability(1 - (1 - of_flit) ** (1 / beats)))
     for name in ("idle", "backpressure"):
         setattr(options, name, (c_uint32 * len(KINDS))(*map(_probability, getattr(traffic, name))))
     return options
