@@ -110,18 +110,18 @@ class Packer256(wiring.Component):
         with m.Elif(waited != FLUSH_CYCLES):
             m.d.sync += waited.eq(waited + 1)
 
-        owed = Signal(range(MAX_H_BACKLOG + LINE_CHUNKS * 2 + 1))  # slot 0's data, too
+        # With a data header in slot 0 more is owed than the beat has slots.
+        h_data = choice.h_added != 0
         first = Signal(range(SLOTS + 1))  # slots with data before headers
         rest, count = Signal(range(SLOTS + 1)), Signal(range(SLOTS + 1))
         m.d.comb += [
-            owed.eq(pending + choice.h_added),
-            first.eq(Mux(owed < slots, owed, slots)),
+            choice.room.eq(Cat(pending < slots, pending + 1 < slots) & (~h_data).replicate(2)),
+            first.eq(Mux(h_data | (pending >= slots), slots, pending)),
             rest.eq(Mux(choice.b_data, slots - first - choice.has_a - 1, 0)),
             count.eq(first + rest),
-            choice.room.eq(Cat(owed < slots, owed + 1 < slots)),
         ]
         with m.If(go):
-            m.d.sync += [beat.eq(beat + 1), pending.eq(owed + choice.g_added - count)]
+            m.d.sync += [beat.eq(beat + 1), pending.eq(pending + choice.h_added + choice.g_added - count)]
         choice.step(m, go)
         for name, (queue, pool) in queues.items():
             pops = Mux(go, choice.pops[name], 0)

@@ -127,6 +127,7 @@ class Unpacker256(wiring.Component):
                 m.d.comb += chosen.eq((body[:FORMAT_BITS] == FORMAT[kind]) & exists[n])
                 known.append(chosen)
                 values[f"{kind}{n}"] = Cat(valids) & chosen.replicate(most)
+                values[f"{kind}_count{n}"] = Mux(chosen, _count(valids), 0)
                 holes = Cat(~before & after for before, after in pairwise(valids))
                 wrong.append((n, chosen & holes.any()))
                 if kind == "drs":
@@ -141,7 +142,7 @@ class Unpacker256(wiring.Component):
     def _accept(self, m, there, seen):
         """What is data, by the chunks owed; what the other slots have."""
         plain, kind = kinds(self.sender)
-        pending = Signal(range(MAX_BACKLOG + 1))
+        pending = Signal(range(2 * MAX_BACKLOG))
         headers = [seen[f"{kind}{n}"] for n in range(_SLOTS)]
         owed = [pending > n for n in range(SLOTS)]
         # Behind a data header everything is data.
@@ -150,11 +151,13 @@ class Unpacker256(wiring.Component):
             behind.append(behind[n] | (headers[n + 1].any() & ~owed[n]))
         holds = [owed[n] | behind[n] for n in range(SLOTS)]
         free = [Const(1), *(~hold for hold in holds)]
-        messages = {
-            name: [seen[f"{name}{n}"] & free[n].replicate(len(seen[f"{name}{n}"])) for n in range(_SLOTS)]
+        counts = {
+            name: [
+                seen[f"{name}_count{n}"] & free[n].replicate(len(seen[f"{name}_count{n}"]))
+                for n in range(_SLOTS)
+            ]
             for name in (plain, kind)
         }
-        counts = {name: [_count(bits) for bits in slots] for name, slots in messages.items()}
         slots = Signal(range(SLOTS + 1))
         m.d.comb += slots.eq(SLOTS - seen["begins"] - seen["ends"])
         data_slots = [holds[n] & (n < slots) for n in range(SLOTS)]
@@ -165,46 +168,28 @@ class Unpacker256(wiring.Component):
             count.eq(_count(Cat(data_slots))),
             gap.eq(slots - count),
         ]
-        partial = Signal()
-        lines = Signal(range(GROUP_MESSAGES["drs"] + 2))
-        m.d.comb += lines.eq(reduce_tree(counts[kind], add))
+        # One slot has data headers: behind it all is data.
+        lines, partial = Signal(range(GROUP_MESSAGES["drs"] + 1)), Signal()
+        m.d.comb += lines.eq(reduce_tree(counts[kind], or_))
         if kind == "rwd":
             at = RWD_256.offset("trailer")
             trailers = [_message(seen[f"body{n}"], kind, 0)[at] for n in range(_SLOTS)]
-            m.d.comb += partial.eq(one_hot_select([slot[0] for slot in messages[kind]], trailers).any())
-        after = pending + (lines << 2) + partial - count
+            m.d.comb += partial.eq(one_hot_select([count.any() for count in counts[kind]], trailers).any())
         with m.If(there):
-            m.d.sync += pending.eq(after)
+            m.d.sync += pending.eq(pending + (lines << 2) + partial - count)
 
-        # The rules.
-        totals = {name: reduce_tree(counts[name], add) for name in counts}
         broken = [
-            (headers[0].any() & (pending > MAX_H_BACKLOG)),
-            after > MAX_BACKLOG,
+            headers[0].any() & (pending > MAX_H_BACKLOG),
             *(seen[f"wrong{n}"] & free[n] for n in range(_SLOTS)),
         ]
-        for name, total in totals.items():
-            before = Signal.like(total, name=f"{name}_before")
-            with m.If(there):
-                m.d.sync += before.eq(total)
-            broken.append(total + before > GROUP_MESSAGES[name])
-        with m.If(there & reduce_tree(broken, or_)):
+        with m.If((there & reduce_tree(broken, or_)) | (pending > MAX_BACKLOG)):
             m.d.sync += self.malformed.eq(1)
 
-        values = {"first": first, "count": count, "gap": gap, "lines": lines, "partial": partial}
+        values = {"first": first, "count": count, "gap": gap}
         self._partial = there & (lines != 0), partial
         values |= {f"body{n}": seen[f"body{n}"] for n in range(_SLOTS)}
-        for name in (plain, kind):
-            values |= {f"{name}{n}": messages[name][n] for n in range(_SLOTS)}
-            offset = 0
-            for n in range(_SLOTS):
-                total = Signal(range(GROUP_MESSAGES[name] + 1), name=f"{name}_offset{n}")
-                m.d.comb += total.eq(offset)
-                values[f"{name}_at{n}"] = total
-                offset = offset + counts[name][n]
-            values[f"{name}_total"] = Mux(
-                totals[name] > GROUP_MESSAGES[name], GROUP_MESSAGES[name], totals[name]
-            )
+        for name, slots_of in counts.items():
+            values |= {f"{name}_count{n}": slots_of[n] for n in range(_SLOTS)}
         return values
 
     def _messages(self, m, there, taken, name):
@@ -213,15 +198,24 @@ class Unpacker256(wiring.Component):
         most = 1 if name == "rwd" else GROUP_MESSAGES[name]  # behind a data header is its data
         queue = LaneQueue(shape=here.width, depth=self.places[name], pushes=most)
         m.submodules[f"{name}_queue"] = queue
-        m.d.comb += queue.push.eq(Mux(there, taken[f"{name}_total"], 0)[: len(queue.push)])
+        before = [Const(0)]  # messages in the slots before
+        for n in range(_SLOTS):
+            total = Signal(range(GROUP_MESSAGES[name] + 1), name=f"{name}_before{n + 1}")
+            m.d.comb += total.eq(reduce_tree([taken[f"{name}_count{i}"] for i in range(n + 1)], add))
+            before.append(total)
+        m.d.comb += queue.push.eq(Mux(there, before[-1], 0))
+        of_last = Signal.like(before[-1], name=f"{name}_of_last")  # beat
+        with m.If(there):
+            m.d.sync += of_last.eq(before[-1])
+            with m.If(before[-1] + of_last > GROUP_MESSAGES[name]):
+                m.d.sync += self.malformed.eq(1)
         for j in range(most):
             chosen, bits = [], []
             for n in range(_SLOTS):
                 for place in range((G_MESSAGES if n else H_MESSAGES)[name]):
-                    if place > j:
-                        continue
-                    chosen.append(taken[f"{name}{n}"][place] & (taken[f"{name}_at{n}"] == j - place))
-                    bits.append(_message(taken[f"body{n}"], name, place))
+                    if place <= j and (n or place == j):
+                        chosen.append((taken[f"{name}_count{n}"] > place) & (before[n] == j - place))
+                        bits.append(_message(taken[f"body{n}"], name, place))
             message = Signal(inside.width, name=f"{name}_new{j}")
             m.d.comb += [
                 message.eq(one_hot_select(chosen, bits)),
