@@ -7,7 +7,7 @@ from statistics import median_low
 from typing import Any
 
 import numpy as np
-from nearkv_hw.abi.config import Link, LinkLayer, Placement
+from nearkv_hw.abi.config import Link, LinkLayer
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.link import WIRE_NS
 from nearkv_sim.events import EventKind
@@ -51,9 +51,7 @@ def measure(
         yield from _packing(CompiledLink(setup, progress.tell))
     for layer in layers:
         progress.begin(f"latency with link_layer={layer.name.lower()}")
-        with open(
-            "rtl", report=progress.tell, placement=Placement.HOST, link=Link.X8_32, link_layer=layer
-        ) as device:
+        with open("rtl", report=progress.tell, link=Link.X8_32, link_layer=layer) as device:
             yield from _latencies(device)
 
 
@@ -77,7 +75,7 @@ def _latencies(device: Device) -> Iterator[dict[str, Any]]:
     """From a request to its answer at the host's message streams, one access at a time, the middle of a few.
 
     Reads are of a closed bank of the DRAM. With a link layer the host's time is in it, and that on the wires,
-    `wire_ns`. The device has no attention units: an access passes none, and without them it is built sooner.
+    `wire_ns`.
     """
     config, port, tenant = device.config, device._port, device._tenant(0)
     address = tenant.hosts(tenant.scattered("latency", 1, LINE_BYTES))
