@@ -122,10 +122,11 @@ class Device(wiring.Component):
                 for outer, inner in zip(getattr(self, name), getattr(endpoint, name), strict=True):
                     wiring.connect(m, wiring.flipped(outer), inner)
             return
-        (port,) = range(endpoint.ports)  # a flit per cycle is less than two lines
+        (port,) = range(endpoint.ports)  # what a link layer takes is less than two lines in a cycle
         m.submodules.link = link = Link(
+            flit_bytes=256 if config.link_layer is LinkLayer.FLITS_256 else 68,
             latency_cycles=ceil(WIRE_NS * config.clock_mhz / 1000),
-            flits_per_cycle=flits_per_cycle(config.link, config.clock_mhz),
+            flits_per_cycle=flits_per_cycle(config.link, config.clock_mhz, config.link_layer),
         )
         for name in STREAMS:
             wiring.connect(m, wiring.flipped(getattr(self, name)[port]), getattr(link, f"host_{name}"))

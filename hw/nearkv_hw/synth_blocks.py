@@ -37,9 +37,12 @@ from .command.window import CommandWindow
 from .endpoint.endpoint import Endpoint
 from .endpoint.hdm.decoders import Decoders
 from .link.packer import Packer
+from .link.packer256 import Packer256
 from .link.receiver import Receiver
+from .link.replay import Replay
 from .link.transmitter import Transmitter
 from .link.unpacker import Unpacker
+from .link.unpacker256 import Unpacker256
 from .memory.channel import MemoryChannel
 from .memory.dram.controller import DramController
 from .memory.fabric import Fabric
@@ -60,6 +63,7 @@ CONFIG = configure("small", queries=QUERIES, capacity_bytes=256 << 20, ring_slot
 MASTERS = 3
 CONTROLLER_TAG_BITS = 10
 HDM_DECODERS = 10
+REPLAY_ENTRIES = 8
 CANDIDATES = 1024
 """Pages to select from; a device has room for 65,536."""
 
@@ -117,6 +121,9 @@ BLOCKS = (
     Block("link-transmitter", lambda: Transmitter(entries=MIN_RETRY_ENTRIES)),
     Block("link-receiver", lambda: Receiver(side=Side.DEVICE)),
     Block("link-unpacker", lambda: Unpacker(side=Side.DEVICE, places={"req": 16, "rwd": 8})),
+    Block("link-packer256", lambda: Packer256(side=Side.DEVICE)),
+    Block("link-replay", lambda: Replay(entries=REPLAY_ENTRIES)),
+    Block("link-unpacker256", lambda: Unpacker256(side=Side.DEVICE, places={"req": 16, "rwd": 8})),
     Block("hdm-decoders", lambda: Decoders(decoders=HDM_DECODERS, capacity=1 << 12)),
     Block("owner-page", lambda: OwnerPage(config=CONFIG)),
     Block("command-window", lambda: CommandWindow(config=CONFIG)),

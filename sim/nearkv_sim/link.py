@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nearkv_hw.abi.cxl import M2S_REQ, M2S_RWD, S2M_DRS, S2M_NDR
 from nearkv_hw.abi.flits import CRC_BITS, FLIT_BITS, Retry
+from nearkv_hw.abi.flits256 import BEAT_BITS, BEATS, MESSAGES
 from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES
 
 from .designs import design_of
@@ -114,8 +115,8 @@ class Passed:
     seconds : of wall time.
     sent, received, latency_cycles, shortest : for each of `KINDS`; latencies from a message's first offer,
         summed, and the least. With answers, from the request's.
-    flits, replayed, accepted, crc_errors : for each of `WIRES`: flits on the wire, those out of the retry
-        buffer, those accepted in sequence, those with a wrong CRC.
+    flits, replayed, accepted, crc_errors : for each of `WIRES`: flits on the wire (whole ones), those out of
+        the retry buffer, those accepted in sequence, those with a wrong CRC.
     flipped, dropped, repeated : errors injected.
     retrainings : of the physical layer.
     recoveries, recovery_cycles, longest_recovery : from the discovery of an error to the first flit accepted
@@ -143,14 +144,17 @@ class Passed:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSetup:
-    """Which pair of link layers; parameters of `nearkv_hw.link.link.Link`."""
+    """Which pair of link layers: parameters of `nearkv_hw.link.link.Link`, those of both as `layer`."""
 
+    flit_bytes: int = 68
     latency_cycles: int = 4
-    flits_per_cycle: Fraction = Fraction(1)
-    multi_data: bool = True
-    entries: int = 128
-    timeout_flits: int = 4096
-    places: Mapping[str, int] = field(default_factory=dict)
+    flits_per_cycle: Fraction | None = None
+    layer: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def beats(self) -> int:
+        """Transfers of the wire for a flit."""
+        return 1 if self.flit_bytes == 68 else BEATS
 
 
 class CompiledLink:
@@ -177,7 +181,7 @@ class CompiledLink:
         ------
         LinkFailed : what went wrong, and the cycle.
         """
-        options = _options(traffic)
+        options = _options(traffic, self.setup.beats)
         results, message = _Results(), (c_char * _MESSAGE_ROOM)()
         started = time.perf_counter()
         status = self._library.nearkv_link_run(
@@ -202,11 +206,13 @@ class _Results(ctypes.Structure):
     _fields_ = tuple((name, c_uint64 if count == 1 else c_uint64 * count) for name, count in _RESULTS)
 
 
-def _options(traffic: Traffic) -> _Options:
-    """Traffic as C++ takes it, probabilities in 1 / 2^32."""
+def _options(traffic: Traffic, beats: int) -> _Options:
+    """Traffic as C++ takes it, probabilities in 1 / 2^32; those of errors for each transfer of the wire."""
     options = _Options(seed=traffic.seed, messages=traffic.messages, answering=int(traffic.answers))
-    for name in ("full", "flip", "drop", "repeat"):
-        setattr(options, name, _probability(getattr(traffic, name)))
+    options.full = _probability(traffic.full)
+    for name in ("flip", "drop", "repeat"):
+        of_flit = getattr(traffic, name)
+        setattr(options, name, _probability(1 - (1 - of_flit) ** (1 / beats)))
     for name in ("idle", "backpressure"):
         setattr(options, name, (c_uint32 * len(KINDS))(*map(_probability, getattr(traffic, name))))
     return options
@@ -223,12 +229,10 @@ def link_design(setup: LinkSetup, report: Report) -> VerilogDesign:
     return design_of(
         Link,
         report=report,
+        flit_bytes=setup.flit_bytes,
         latency_cycles=setup.latency_cycles,
         flits_per_cycle=setup.flits_per_cycle,
-        multi_data=setup.multi_data,
-        entries=setup.entries,
-        timeout_flits=setup.timeout_flits,
-        places=dict(setup.places),
+        **setup.layer,
     )
 
 
@@ -238,7 +242,7 @@ def _library(setup: LinkSetup, report: Report) -> Path:
         name="link",
         top=design.name,
         sources={
-            "link_abi.h": link_header(),
+            "link_abi.h": link_header(setup),
             "control.vlt": '`verilator_config\nlint_off -file "*.v"\n',
             "design.v": design.text,
         },
@@ -251,19 +255,21 @@ def _library(setup: LinkSetup, report: Report) -> Path:
     return build(recipe, report)
 
 
-def link_header() -> str:
-    """What C++ is told: the structs above, and the widths of messages."""
+def link_header(setup: LinkSetup) -> str:
+    """What C++ is told: the structs above, widths of messages, and which bits of theirs do not cross."""
 
     def member(kind: str, name: str, count: int) -> str:
         return f"    {kind} {name}{f'[{count}]' if count > 1 else ''};"
 
+    lost = {kind: 0 if setup.beats == 1 else _lost(kind) for kind in KINDS}
     constants = {
         "kReqBits": M2S_REQ.width,
         "kRwdBits": M2S_RWD.width + LINE_BYTES + LINE_BITS,
         "kRwdEnable": M2S_RWD.width,
         "kNdrBits": S2M_NDR.width,
         "kDrsBits": S2M_DRS.width + LINE_BITS,
-        "kWireBits": FLIT_BITS + CRC_BITS,
+        "kWireBits": FLIT_BITS + CRC_BITS if setup.beats == 1 else BEAT_BITS,
+        "kBeats": setup.beats,
         "kRetryNormal": int(Retry.NORMAL),
         "kRetryAbort": int(Retry.ABORT),
     }
@@ -274,6 +280,10 @@ def link_header() -> str:
             "#include <cstdint>",
             "namespace nearkv {",
             *(f"constexpr unsigned {name} = {value};" for name, value in constants.items()),
+            *(
+                f"constexpr std::uint32_t k{kind.title()}Lost[] = {_words(bits)};"
+                for kind, bits in lost.items()
+            ),
             "struct LinkOptions {",
             *(member(_C_NAMES[kind], name, count) for name, kind, count in _OPTIONS),
             "};",
@@ -284,3 +294,17 @@ def link_header() -> str:
             "",
         ]
     )
+
+
+def _lost(kind: str) -> int:
+    """The bits of a header that 256-byte messages do not have."""
+    here, there = MESSAGES[kind]
+    names = {field.name for field in there if not field.reserved}
+    return sum(
+        ((1 << field.width) - 1) << here.offset(field.name) for field in here if field.name not in names
+    )
+
+
+def _words(bits: int) -> str:
+    """An integer as the words of a header in C++."""
+    return "{" + ", ".join(f"{bits >> 32 * n & 0xFFFFFFFF:#x}u" for n in range(3)) + "}"

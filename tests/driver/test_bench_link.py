@@ -10,10 +10,11 @@ PACKING = ("read.lines_per_flit", "write.lines_per_flit", "flits_per_s")
 @pytest.mark.rtl
 def test_what_flits_carry():
     results = list(link.measure(()))
-    assert [r["name"] for r in results] == [f"link.{name}" for name in PACKING] * 2
-    assert [r["config"]["multi_data"] for r in results] == [True] * 3 + [False] * 3
+    assert [r["name"] for r in results] == [f"link.{name}" for name in PACKING] * 3
+    assert [r["config"]["link_layer"] for r in results] == ["flits_68"] * 6 + ["flits_256"] * 3
+    assert [r["config"].get("multi_data") for r in results] == [True] * 3 + [False] * 3 + [None] * 3
     found = [r["value"] for r in results if r["name"] != "link.flits_per_s"]
-    assert found == pytest.approx([8 / 9, 4 / 5, 4 / 5, 4 / 5], rel=0.01)
+    assert found == pytest.approx([8 / 9, 4 / 5, 4 / 5, 4 / 5, 27 / 8, 3], rel=0.01)
 
 
 @pytest.mark.rtl

@@ -38,6 +38,7 @@ CONFIGURATIONS = [
         for placement in (Placement.PHY, Placement.FABRIC, Placement.HOST)
     ),
     pytest.param({"link": Link.X8_32, "link_layer": LinkLayer.FLITS_68}, marks=slow, id="flits-68"),
+    pytest.param({"link": Link.X8_32, "link_layer": LinkLayer.FLITS_256}, marks=slow, id="flits-256"),
     *(pytest.param({"placement": Placement.RANK, "ranks": n}, marks=slow, id=f"{n}-ranks") for n in (2, 4)),
 ]
 

@@ -5,18 +5,25 @@ import secrets
 from fractions import Fraction
 
 import pytest
+from nearkv_hw.abi.flits256 import READ_LINES, WRITE_LINES
 from nearkv_hw.link.layer import LinkLayer
+from nearkv_hw.link.layer256 import LinkLayer256
 from nearkv_sim.link import KINDS, CompiledLink, LinkFailed, LinkSetup, Traffic
 
 SHAKEN = {"idle": (0.3, 0.4, 0.2, 0.5), "backpressure": (0.3, 0.5, 0.2, 0.4)}
 SOAK_MESSAGES = 1_000_000
 RECOVERY_CYCLES = 60
 """From the discovery of an error to the next flit accepted, where the answer to the request is not lost."""
+LAYERS = {68: LinkLayer, 256: LinkLayer256}
+SHORT = {
+    68: {"entries": 22, "places": dict.fromkeys(KINDS, 4), "timeout_flits": 300},
+    256: {"entries": 4, "places": dict.fromkeys(KINDS, 8), "timeout_cycles": 300},
+}
 
 
-@pytest.fixture(scope="module")
-def link():
-    return CompiledLink()
+@pytest.fixture(scope="module", params=LAYERS)
+def link(request):
+    return CompiledLink(LinkSetup(flit_bytes=request.param))
 
 
 @pytest.fixture
@@ -37,9 +44,10 @@ def carries(link, traffic):
 def test_soak(link, seed):
     """A million messages, wrong bits in a flit of 10,000, idle cycles and back-pressure everywhere."""
     passed = carries(link, Traffic(messages=SOAK_MESSAGES, seed=seed, flip=1e-4, **SHAKEN))
-    assert passed.flipped > 20
-    assert sum(passed.crc_errors) > 20
-    assert passed.recoveries > 20
+    least = 20 if link.setup.flit_bytes == 68 else 4  # of larger flits there are fewer
+    assert passed.flipped > least
+    assert sum(passed.crc_errors) > least
+    assert passed.recoveries > least
     assert passed.recovery_cycles / passed.recoveries < RECOVERY_CYCLES
 
 
@@ -57,7 +65,8 @@ def test_soak(link, seed):
 )
 @pytest.mark.parametrize("shaken", [{}, SHAKEN], ids=["full", "shaken"])
 def test_errors(link, seed, errors, shaken):
-    passed = carries(link, Traffic(messages=20_000, seed=seed, **errors, **shaken))
+    messages = 20_000 if link.setup.flit_bytes == 68 else 100_000
+    passed = carries(link, Traffic(messages=messages, seed=seed, **errors, **shaken))
     assert ("flip" in errors) == (sum(passed.crc_errors) > 0)
     assert sum(passed.replayed) > 0
     if "drop" in errors or "repeat" in errors:
@@ -78,17 +87,25 @@ def test_without_errors_nothing_is_sent_twice(link, seed):
 def test_latency_is_as_stated(link, kind):
     """Of a message on a link that is idle, mostly: the quickest is as the blocks say, and the wire."""
     data = kind in ("rwd", "drs")
-    layers = LinkLayer.data_latency_cycles if data else LinkLayer.latency_cycles
+    layer = LAYERS[link.setup.flit_bytes]
+    layers = layer.data_latency_cycles if data else layer.latency_cycles
     idle = tuple(0.98 if other == kind else 1 for other in KINDS)
     passed = carries(link, Traffic(messages=100, idle=idle, full=1))
     assert passed.shortest[KINDS.index(kind)] == layers + link.setup.latency_cycles
 
 
 @pytest.mark.rtl
-@pytest.mark.parametrize(("multi_data", "lines"), [(True, Fraction(8, 9)), (False, Fraction(4, 5))])
-def test_lines_of_reads_per_flit(multi_data, lines):
-    link = CompiledLink(LinkSetup(multi_data=multi_data))
-    passed = carries(link, Traffic(messages=100_000, idle=(0, 1, 0, 0), answers=True))
+@pytest.mark.parametrize(
+    ("setup", "lines"),
+    [
+        (LinkSetup(), Fraction(8, 9)),
+        (LinkSetup(layer={"multi_data": False}), Fraction(4, 5)),
+        (LinkSetup(flit_bytes=256), Fraction(*READ_LINES)),
+    ],
+    ids=["68", "68 without multi-data headers", "256"],
+)
+def test_lines_of_reads_per_flit(setup, lines):
+    passed = carries(CompiledLink(setup), Traffic(messages=100_000, idle=(0, 1, 0, 0), answers=True))
     found = passed.received[KINDS.index("drs")] / passed.flits[1]
     assert float(lines) * 0.99 <= found <= float(lines)
 
@@ -96,13 +113,15 @@ def test_lines_of_reads_per_flit(multi_data, lines):
 @pytest.mark.rtl
 def test_lines_of_writes_per_flit(link):
     passed = carries(link, Traffic(messages=100_000, idle=(1, 0, 0, 0), answers=True, full=1))
-    assert 0.8 * 0.99 <= passed.received[KINDS.index("rwd")] / passed.flits[0] <= 0.8
+    lines = 0.8 if link.setup.flit_bytes == 68 else WRITE_LINES[0] / WRITE_LINES[1]
+    assert lines * 0.99 <= passed.received[KINDS.index("rwd")] / passed.flits[0] <= lines
 
 
 @pytest.mark.rtl
-def test_smallest_buffers_do_not_lock_up(seed):
+@pytest.mark.parametrize("flit_bytes", LAYERS)
+def test_smallest_buffers_do_not_lock_up(seed, flit_bytes):
     """Where credits and the retry buffer, not the wire, are what is short."""
-    link = CompiledLink(LinkSetup(entries=22, places=dict.fromkeys(KINDS, 4), timeout_flits=300))
+    link = CompiledLink(LinkSetup(flit_bytes=flit_bytes, layer=SHORT[flit_bytes]))
     for flip in (0.0, 1e-2):
         for shaken in ({}, SHAKEN):
             carries(link, Traffic(messages=30_000, seed=seed, flip=flip, **shaken))

@@ -37,7 +37,7 @@ def device(tmp_path_factory):
 def link(tmp_path_factory):
     """Headers of a link, and what its traffic is told."""
     folder = verilated(tmp_path_factory.mktemp("link"), link_design(LinkSetup(), lambda line: None).text)
-    (folder / "link_abi.h").write_text(link_header())
+    (folder / "link_abi.h").write_text(link_header(LinkSetup()))
     return folder
 
 

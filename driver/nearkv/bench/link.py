@@ -21,13 +21,18 @@ MESSAGES = 200_000
 """Requests of each measurement of what flits carry."""
 TARGETS_NS = {"read": 80, "write": 40}
 """CXL 3.1 tables 13-2 and 13-3: MemRd to MemData and MemWr to Cmp, at the device's pins."""
+_PAIRS = {
+    "flits of 68 bytes with multi-data headers": LinkSetup(layer={"multi_data": True}),
+    "flits of 68 bytes without multi-data headers": LinkSetup(layer={"multi_data": False}),
+    "flits of 256 bytes": LinkSetup(flit_bytes=256),
+}
 _ACCESSES = 21
 _NEVER = 1.0
 
 
 def steps(layers: tuple[LinkLayer, ...]) -> int:
     """Steps that `measure` tells of."""
-    return 2 + len(layers)
+    return len(_PAIRS) + len(layers)
 
 
 def measure(
@@ -41,20 +46,19 @@ def measure(
     progress : told of every step.
     """
     progress = progress or Quiet()
-    for multi_data in (True, False):
-        title = f"flits {'with' if multi_data else 'without'} multi-data headers"
-        progress.begin(title)
-        link = CompiledLink(LinkSetup(multi_data=multi_data), progress.tell)
-        yield from _packing(link, multi_data)
+    for name, setup in _PAIRS.items():
+        progress.begin(name)
+        yield from _packing(CompiledLink(setup, progress.tell))
     for layer in layers:
         progress.begin(f"latency with link_layer={layer.name.lower()}")
         with open("rtl", report=progress.tell, link=Link.X8_32, link_layer=layer) as device:
             yield from _latencies(device)
 
 
-def _packing(link: CompiledLink, multi_data: bool) -> Iterator[dict[str, Any]]:
+def _packing(link: CompiledLink) -> Iterator[dict[str, Any]]:
     """Lines per flit where nothing but flits is short, and simulated flits per second."""
-    config = {"link_layer": "flits_68", "multi_data": multi_data, "messages": MESSAGES}
+    setup = link.setup
+    config = {"link_layer": f"flits_{setup.flit_bytes}", "messages": MESSAGES, **setup.layer}
     reads = link.run(Traffic(messages=MESSAGES, idle=(0, _NEVER, 0, 0), answers=True))
     writes = link.run(Traffic(messages=MESSAGES, idle=(_NEVER, 0, 0, 0), answers=True, full=1.0))
     drs, rwd = KINDS.index("drs"), KINDS.index("rwd")

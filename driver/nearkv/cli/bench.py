@@ -200,15 +200,17 @@ def memory(
 def link(
     layer: Annotated[
         list[str] | None,
-        typer.Option(help="Measure latencies with off or flits_68; may be given again. Both if not given."),
+        typer.Option(
+            help="Measure latencies with off, flits_68 or flits_256; may be given again. All if not given."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what flits carry (link.read.lines_per_flit, link.write.lines_per_flit), and latencies.
 
-    Lines per flit are those of a pair of link layers whose wire is all that is short, with multi-data headers
-    and without. link.read_latency_ns and link.write_latency_ns go from a request to its answer at the host's
-    messages, on an idle device.
+    Lines per flit are those of a pair of link layers whose wire is all that is short, with flits of 68 bytes,
+    with and without multi-data headers, and of 256. link.read_latency_ns and link.write_latency_ns go from a
+    request to its answer at the host's messages, on an idle device.
     """
     from nearkv_hw.abi.config import LinkLayer
 

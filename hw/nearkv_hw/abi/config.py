@@ -100,6 +100,8 @@ class LinkLayer(IntEnum):
     """Nothing: the endpoint takes messages at the rate of the link."""
     FLITS_68 = 1
     """A link layer at each end and 68-byte flits on the wire between them."""
+    FLITS_256 = 2
+    """The same with 256-byte flits, standard layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class DeviceConfig:
     ranks : ranks of a channel, each with a unit of its own: 2 or 4 for `Placement.RANK`, else 1.
     link : the CXL link.
     link_layer : whether messages travel in flits. `FLITS_68` needs a link at 32 GT/s that carries at most a
-        flit per device cycle.
+        flit per device cycle, `FLITS_256` one that carries at most a quarter of a flit.
     clock_mhz : device clock, from which cycles become time; with DRAM the part's.
 
     Raises
@@ -192,15 +194,7 @@ class DeviceConfig:
         check("memory_latency_cycles", 2 <= self.memory_latency_cycles <= 200, "must be 2 to 200")
         check("clock_mhz", 1 <= self.clock_mhz <= 10_000, "must be 1 to 10,000")
         check("fabric_share", 1 <= self.fabric_share <= 15, "must be 1 to 15 sixteenths")
-        if self.link_layer is LinkLayer.FLITS_68:
-            from .link import FLITS_68, RATES, flits_per_cycle
-
-            check(
-                "link_layer",
-                RATES[self.link].flits is FLITS_68 and flits_per_cycle(self.link, self.clock_mhz) <= 1,
-                "must be off where the link is not at 32 GT/s or carries more than a flit per device cycle; "
-                "link=x8_32 does at every clock from 464 MHz on",
-            )
+        self._check_link(check)
         near = self.placement is Placement.RANK
         check(
             "ranks",
@@ -213,6 +207,27 @@ class DeviceConfig:
             f"with ranks={self.ranks} must be at most {max(CHANNEL_CHOICES) // self.ranks}",
         )
         self._check_part(check)
+
+    def _check_link(self, check: Callable[[str, bool, str], None]) -> None:
+        """What the wire and the clock lay down for a link layer."""
+        from .flits256 import BEATS
+        from .link import FLITS_68, RATES, flits_per_cycle
+
+        flits = flits_per_cycle(self.link, self.clock_mhz, self.link_layer)
+        if self.link_layer is LinkLayer.FLITS_68:
+            check(
+                "link_layer",
+                RATES[self.link].flits is FLITS_68 and flits <= 1,
+                "must be off where the link is not at 32 GT/s or carries more than a flit per device cycle; "
+                "link=x8_32 does at every clock from 464 MHz on",
+            )
+        if self.link_layer is LinkLayer.FLITS_256:
+            check(
+                "link_layer",
+                BEATS * flits <= 1,
+                "must be off where the link carries more than a quarter of a flit per device cycle; "
+                "link=x8_32 carries less at every clock from 493 MHz on, x8_64 from 1,000 MHz on",
+            )
 
     def _check_part(self, check: Callable[[str, bool, str], None]) -> None:
         """What the DRAM part lays down."""

@@ -62,6 +62,9 @@ CREDIT_STEPS = (0, 1, 2, 4, 8, 16, 32, 64)
 CREDIT_MEM = 8
 """A credit field's bit that says CXL.mem; without it the credits are of CXL.cache."""
 
+CREDIT_CODES = {CREDIT_MEM | code: step for code, step in enumerate(CREDIT_STEPS) if step}
+"""What a credit field returns of CXL.mem."""
+
 
 @dataclass(frozen=True)
 class Place:

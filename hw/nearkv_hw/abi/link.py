@@ -8,11 +8,11 @@ retries or credits that run out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
-from .config import Link
+from .config import Link, LinkLayer
 from .lines import LINE_BYTES
 
 _LINE_SLOTS = 4
@@ -137,9 +137,18 @@ def lines_per_cycle(link: Link, clock_mhz: int) -> Fraction:
     return RATES[link].read_bytes_per_second / LINE_BYTES / (clock_mhz * 10**6)
 
 
-def flits_per_cycle(link: Link, clock_mhz: int) -> Fraction:
+def rate_of(link: Link, layer: LinkLayer) -> LinkRate:
+    """What a link carries with a link layer; 256-byte flits at 32 GT/s have that speed's line code."""
+    rate = RATES[link]
+    if layer is LinkLayer.FLITS_256 and rate.flits is FLITS_68:
+        return replace(rate, flits=replace(FLITS_256, line_code=FLITS_68.line_code))
+    return rate
+
+
+def flits_per_cycle(link: Link, clock_mhz: int, layer: LinkLayer = LinkLayer.OFF) -> Fraction:
     """Flits that the link carries in a device cycle, each way."""
-    return RATES[link].slots_per_second / RATES[link].flits.slots.value / (clock_mhz * 10**6)
+    rate = rate_of(link, layer)
+    return rate.slots_per_second / rate.flits.slots.value / (clock_mhz * 10**6)
 
 
 def ports(link: Link, clock_mhz: int) -> int:

@@ -4,22 +4,27 @@ from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
-from ..abi.flits import CREDIT_MEM, CREDIT_STEPS
+from ..abi.flits import CREDIT_CODES, CREDIT_MEM
 
 POOL_BITS = 10
-_MEM_BIT = CREDIT_MEM.bit_length() - 1
+
+
+def _code_bits(codes):
+    """Bits of a credit field."""
+    return max(codes).bit_length()
 
 
 class CreditPool(wiring.Component):
-    """Messages of one kind that may be sent. Credits of CXL.cache are dropped; the count saturates.
+    """Messages of one kind that may be sent. Other codes are dropped; the count saturates.
 
     Parameters
     ----------
     most : messages that a cycle may send.
+    codes : what a credit field's codes return of the kind, as in `abi.flits.CREDIT_CODES`.
 
     Members
     -------
-    code : In(4) : a credit field that was received in this cycle, zero for none.
+    code : In : a credit field that was received in this cycle, zero for none.
     spent : In(range(most + 1)) : messages sent in this cycle; at most `available`.
     available : Out(range(most + 1)) : credits, no more than can be spent. From a register.
 
@@ -28,23 +33,25 @@ class CreditPool(wiring.Component):
 
     latency_cycles = 2
 
-    def __init__(self, *, most):
+    def __init__(self, *, most, codes=CREDIT_CODES):
         if not isinstance(most, int) or most < 1:
             raise ValueError(f"most must be a positive integer, not {most!r}")
         self.most = most
-        super().__init__({"code": In(4), "spent": In(range(most + 1)), "available": Out(range(most + 1))})
+        self.codes = dict(codes)
+        super().__init__(
+            {"code": In(_code_bits(codes)), "spent": In(range(most + 1)), "available": Out(range(most + 1))}
+        )
 
     def elaborate(self, platform):
         m = Module()
-        step, count = Signal(range(CREDIT_STEPS[-1] + 1)), Signal(POOL_BITS)
+        step, count = Signal(range(max(self.codes.values()) + 1)), Signal(POOL_BITS)
         later = Signal(POOL_BITS + 1)
         full = (1 << POOL_BITS) - 1
         m.d.sync += step.eq(0)
-        with m.If(self.code[_MEM_BIT]):
-            with m.Switch(self.code[:_MEM_BIT]):
-                for code, credits in enumerate(CREDIT_STEPS):
-                    with m.Case(code):
-                        m.d.sync += step.eq(credits)
+        with m.Switch(self.code):
+            for code, credits in self.codes.items():
+                with m.Case(code):
+                    m.d.sync += step.eq(credits)
         m.d.comb += later.eq(count - self.spent + step)
         m.d.sync += count.eq(Mux(later > full, full, later))
         m.d.sync += self.available.eq(Mux(later > self.most, self.most, later))
@@ -57,29 +64,33 @@ class CreditReturn(wiring.Component):
     Parameters
     ----------
     places : places that are free after reset.
+    codes : what a credit field's codes return of the kind; one of them a single place.
+    idle : the field that returns nothing.
 
     Members
     -------
     freed : In(1) : a place became free in this cycle.
-    code : Out(4) : the credit field that returns the most.
+    code : Out : the credit field that returns the most.
     take : In(1) : the field is sent in this cycle.
     some : Out(1) : there are credits to return.
     """
 
-    def __init__(self, *, places):
+    def __init__(self, *, places, codes=CREDIT_CODES, idle=CREDIT_MEM):
         if not isinstance(places, int) or not 1 <= places < 1 << POOL_BITS:
             raise ValueError(f"places must be an integer from 1 to {(1 << POOL_BITS) - 1}, not {places!r}")
         self.places = places
-        super().__init__({"freed": In(1), "code": Out(4), "take": In(1), "some": Out(1)})
+        self.codes = dict(codes)
+        self.idle = idle
+        super().__init__({"freed": In(1), "code": Out(_code_bits(codes)), "take": In(1), "some": Out(1)})
 
     def elaborate(self, platform):
         m = Module()
         owed = Signal(range(self.places + 1), init=self.places)
-        step = Signal(range(CREDIT_STEPS[-1] + 1))
-        m.d.comb += [self.some.eq(owed != 0), self.code.eq(CREDIT_MEM)]
-        for code, credits in list(enumerate(CREDIT_STEPS))[1:]:
+        step = Signal(range(max(self.codes.values()) + 1))
+        m.d.comb += [self.some.eq(owed != 0), self.code.eq(self.idle)]
+        for code, credits in self.codes.items():  # the last that applies is the largest
             if credits <= self.places:
                 with m.If(owed >= credits):
-                    m.d.comb += [self.code.eq(CREDIT_MEM | code), step.eq(credits)]
+                    m.d.comb += [self.code.eq(code), step.eq(credits)]
         m.d.sync += owed.eq(owed + self.freed - Mux(self.take, step, 0))
         return m

@@ -18,12 +18,13 @@ from ..abi.flits import (
     Side,
     formats,
 )
-from ..abi.lines import LINE_BITS, LINE_BYTES
 from ..endpoint.messages import DRS, NDR, REQ, RWD
 from ..structs import layout_of
 from .credits import CreditPool
 from .lanes import LaneQueue
-from .slots import put, rotated
+from .lines import Chunks
+from .slots import put
+from .stages import stage
 
 SENT = {Side.HOST: {"req": REQ, "rwd": RWD}, Side.DEVICE: {"ndr": NDR, "drs": DRS}}
 """Streams of messages that a side sends."""
@@ -35,7 +36,6 @@ CREDITS = data.StructLayout(dict.fromkeys(CREDIT_NAMES, 4))
 CREDIT_OF = {"req": "req", "rwd": "data", "ndr": "rsp", "drs": "data"}
 MAX_PENDING = MAX_ROLLOVER + LINE_CHUNKS * MAX_MESSAGES["drs"]
 _MAX_ADDED = LINE_CHUNKS * MAX_MESSAGES["drs"]
-LINE = data.StructLayout({"data": LINE_BITS, "enable": LINE_BYTES})
 
 
 class Packer(wiring.Component):
@@ -130,7 +130,7 @@ class Packer(wiring.Component):
         """For each kind its headers and its credits; lines of data go to `self._lines`."""
         queues = {}
         kind = DATA_KIND[self.side]
-        lines = m.submodules.lines = LaneQueue(shape=LINE, depth=self.depth, window=2)
+        lines = m.submodules.lines = Chunks(enables=self.side is Side.HOST, depth=self.depth)
         self._lines = lines
         for name in SENT[self.side]:
             messages = getattr(self, name)
@@ -143,15 +143,13 @@ class Packer(wiring.Component):
             if name == kind:
                 room = room & (lines.level != self.depth)
                 header = Value.cast(messages.payload.header)
-                line = Value.cast(lines.i[0])
-                enable = messages.payload.enable if name == "rwd" else None
                 m.d.comb += [
-                    line[:LINE_BITS].eq(messages.payload.data),
+                    lines.line.data.eq(messages.payload.data),
                     lines.push.eq(messages.valid & messages.ready),
                 ]
-                if enable is not None:
-                    m.d.comb += line[LINE_BITS:].eq(enable)
-                    header = Cat(header, ~enable.all())
+                if name == "rwd":
+                    m.d.comb += lines.line.enable.eq(messages.payload.enable)
+                    header = Cat(header, ~messages.payload.enable.all())
             else:
                 header = Value.cast(messages.payload)
             m.d.comb += [
@@ -260,28 +258,9 @@ class Packer(wiring.Component):
 
     def _assemble(self, m, choice, pending, count, all_data):
         """Two steps behind the decision: chunks in line, then slots."""
-        last_has_enables = Signal()
-        enables_due = Signal()  # the last of the chunks owed, if no more than four are
-        left = Signal(2)  # chunks of data owed of the present line, modulo its four
-        m.d.comb += [
-            enables_due.eq(last_has_enables & (pending != 0) & (pending <= SLOTS)),
-            left.eq(pending - (last_has_enables & (pending != 0))),
-        ]
-        position = Signal(2)  # of the first chunk in its line
-        m.d.comb += position.eq(-left)
-        if self.side is Side.HOST:
-            with m.If(self.take & ~all_data & (choice.data_in_h | choice.data_in_g)):
-                m.d.sync += last_has_enables.eq(choice.be)
-            ends = (pending != 0) & (pending <= SLOTS)
-        else:
-            ends = position + count >= LINE_CHUNKS
         plan = {
-            "ends": ends,
+            "count": count,
             "all_data": all_data,
-            "position": position,
-            "beyond": enables_due & (pending == 1),  # the present line's data is over
-            "enables_due": enables_due,
-            "enables_at": (pending - 1)[:2],
             "gap": Mux(choice.g & ~all_data, pending + 1, 0)[:2],  # the slot that has a header
             "data": Mux(choice.data_in_h, SLOTS - 1, pending)[:2],  # slots from 1 on that have data
             "rest": choice.data_in_g,  # and those behind the gap
@@ -292,39 +271,13 @@ class Packer(wiring.Component):
             "be": choice.be,
             "sz": choice.data_in_h | choice.data_in_g,
         }
-        taken, first = _stage(m, self.take, plan, "first")
-        chunks = self._chunks(m, taken, first)
-        later = {name: first[name] for name in (*_SLOT_NAMES, "all_data")}
-        later |= {f"chunk{n}": chunk for n, chunk in enumerate(chunks)}
-        _, second = _stage(m, taken, later, "second")
-        self._slots(m, second, choice.empty_code)
-
-    def _chunks(self, m, taken, plan):
-        """The next four chunks to send."""
+        taken, first = stage(m, self.take, plan, "first")
         lines = self._lines
-        m.d.comb += lines.pop.eq(taken & plan["ends"])
-        front, behind = (Value.cast(lines.o[n]) for n in range(2))
-        position = plan["position"]
-        lanes = []
-        for lane in range(LINE_CHUNKS):
-            chunk = Signal(SLOT_BITS, name=f"lane{lane}")
-            bits = slice(lane * SLOT_BITS, (lane + 1) * SLOT_BITS)
-            later = plan["beyond"] | (position > lane)
-            m.d.comb += chunk.eq(Mux(later, behind[bits], front[bits]))
-            lanes.append(chunk)
-        chunks = rotated(m, lanes, position, "lanes")
-        if self.side is not Side.HOST:
-            return chunks
-        enable = front[LINE_BITS:]
-        due, at = plan["enables_due"], plan["enables_at"]
-        return [
-            Mux(
-                due & (at == n),
-                enable,
-                Mux(due & (at < n), chunks[max(n - 1, 0)], chunks[n]),
-            )
-            for n in range(LINE_CHUNKS)
-        ]
+        m.d.comb += lines.count.eq(Mux(taken, first["count"], 0))
+        later = {name: first[name] for name in (*_SLOT_NAMES, "all_data")}
+        later |= {f"chunk{n}": lines.chunks[n] for n in range(SLOTS)}
+        _, second = stage(m, taken, later, "second")
+        self._slots(m, second, choice.empty_code)
 
     def _slots(self, m, plan, empty_code):
         """The flit of a plan and its chunks."""
@@ -368,16 +321,3 @@ class _Choice:
         self.h_bits, self.g_bits = Signal(SLOT_BITS, name="h_bits"), Signal(SLOT_BITS, name="g_bits")
         self.h_code, self.g_code = Signal(3, name="h_code"), Signal(3, name="g_code")
         self.empty_code = 0
-
-
-def _stage(m, enable, values, name):
-    """(enable, values) a cycle later; the values stay while there is nothing new."""
-    later = Signal(name=f"{name}_taken")
-    m.d.sync += later.eq(enable)
-    registers = {
-        key: Signal.like(Value.cast(value), name=f"{name}_{key}", reset_less=True)
-        for key, value in values.items()
-    }
-    with m.If(enable):
-        m.d.sync += [registers[key].eq(value) for key, value in values.items()]
-    return later, registers

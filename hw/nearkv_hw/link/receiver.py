@@ -33,22 +33,13 @@ from ..abi.flits import (
 from ..common.trees import reduce_tree
 from ..structs import layout_of
 from .crc import crc_of, folded
+from .lines import JOINED
 from .packer import CREDITS, DATA_KIND, MAX_PENDING
 from .slots import slot_of, take
 
 WIRE_BITS = FLIT_BITS + CRC_BITS
-TAKEN = data.StructLayout(
-    {
-        "flit": FLIT_BITS,
-        "all_data": 1,
-        "position": 2,  # of the first chunk in its line
-        "count": range(SLOTS + 1),  # chunks of data; byte enables apart
-        "ends": 1,  # a line is whole
-        "whole": 1,  # its data was whole before this flit, which has the byte enables
-        "enables": 1,  # one of the chunks, the one `enables_at`, is the byte enables
-        "enables_at": 2,
-    }
-)
+PLAN = ("position", "count", "ends", "whole", "enables", "enables_at")
+TAKEN = data.StructLayout({"flit": FLIT_BITS, "all_data": 1, **{name: JOINED[name].shape for name in PLAN}})
 """A protocol or all-data flit that was accepted."""
 REQUEST = data.StructLayout({"sequence": 8, "retries": 5})
 OPENING = data.StructLayout({"sequence": 8, "retries": 5, "reinits": 5})

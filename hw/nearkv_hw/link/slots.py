@@ -1,6 +1,6 @@
 """Messages in slots: where each lies, by the tables of `abi.flits`."""
 
-from amaranth.hdl import Cat, Mux, Signal, Value
+from amaranth.hdl import Cat, Const, Mux, Signal, Value
 
 from ..abi.flits import HEADER_BITS, SLOT_BITS
 
@@ -32,6 +32,23 @@ def put(m, slot_format, messages):
 def take(slot, place):
     """The message at a place of a slot."""
     return Cat(slot[at : at + width] for _, at, width in sorted(place.pieces))
+
+
+def converted(message, source, target, **given):
+    """A message with the fields of one layout as another has them, by name.
+
+    Fields of `target` that `source` lacks are those of `given`, else zero; so are reserved ones.
+    """
+    fields = []
+    for field in target:
+        if field.name in given:
+            fields.append(Value.cast(given[field.name])[: field.width])
+        elif field.reserved or field.name not in [f.name for f in source]:
+            fields.append(Const(0, field.width))
+        else:
+            at = source.offset(field.name)
+            fields.append(message[at : at + field.width])
+    return Cat(fields)
 
 
 def rotated(m, items, amount, name):

@@ -9,36 +9,76 @@ from amaranth.lib.wiring import In, Out
 from ..abi.flits import (
     DATA_CODE,
     FLIT_HEADER,
-    LINE_CHUNKS,
     MAX_MESSAGES,
     SLOT_BITS,
     SLOTS,
     Side,
     formats,
 )
-from ..abi.lines import LINE_BITS, LINE_BYTES
 from ..common.buffer import Buffer
 from ..common.queue import Queue
 from ..common.trees import one_hot_select, reduce_tree
 from ..structs import layout_of
 from .lanes import LaneQueue
-from .packer import DATA_KIND, HEADER_WIDTH, LINE, SENT
-from .receiver import TAKEN
-from .slots import chunk_of, rotated, slot_of, take
+from .lines import LINE, Lines
+from .packer import DATA_KIND, HEADER_WIDTH, SENT
+from .receiver import PLAN, TAKEN
+from .slots import chunk_of, slot_of, take
 
 PLACES = {"req": 64, "rwd": 32, "ndr": 64, "drs": 64}
 """Messages of a kind that a receiver holds, as many as it gives credits for."""
 
 
-def all_places(places=None):
+def all_places(places=None, least=4):
     """The messages of each kind that a receiver holds; ValueError for what cannot be."""
     chosen = {**PLACES, **(places or {})}
     for name, count in chosen.items():
-        if name not in PLACES or not isinstance(count, int) or count < 4 or count & (count - 1):
+        if name not in PLACES or not isinstance(count, int) or count < least or count & (count - 1):
             raise ValueError(
-                f"places must be powers of two of at least 4 for {', '.join(PLACES)}, not {name}={count!r}"
+                f"places must be powers of two of at least {least} for {', '.join(PLACES)}, "
+                f"not {name}={count!r}"
             )
     return chosen
+
+
+def deliver(m, unpacker, queues, whole):
+    """Joins headers with their lines, offers messages, and tells of places that are free again.
+
+    Parameters
+    ----------
+    unpacker : the component, with members as `Unpacker` has them.
+    queues : of each kind the `LaneQueue` of its headers, in the order of the abi.
+    whole : stream of lines, each behind its header or with it.
+    """
+    overflows = []
+    for name, queue in queues.items():
+        overflows.append(queue.level + queue.push > unpacker.places[name])
+        out = m.submodules[f"{name}_out"] = Buffer(shape=SENT[unpacker.sender][name])
+        wiring.connect(m, out.o, wiring.flipped(getattr(unpacker, name)))
+        there = queue.level != 0
+        if name == DATA_KIND[unpacker.sender]:
+            m.submodules.lines = lines = Queue(shape=LINE, depth=unpacker.places[name])
+            m.d.comb += [
+                lines.i.valid.eq(whole.valid),
+                Value.cast(lines.i.payload).eq(Value.cast(whole.payload)),
+            ]
+            overflows.append(whole.valid & ~lines.i.ready)
+            there = there & lines.o.valid
+            m.d.comb += [
+                Value.cast(out.i.payload.header).eq(queue.o[0]),
+                out.i.payload.data.eq(lines.o.payload.data),
+                lines.o.ready.eq(out.i.valid & out.i.ready),
+            ]
+            if name == "rwd":
+                m.d.comb += out.i.payload.enable.eq(lines.o.payload.enable)
+        else:
+            m.d.comb += Value.cast(out.i.payload).eq(queue.o[0])
+        m.d.comb += [
+            out.i.valid.eq(there),
+            queue.pop.eq(out.i.valid & out.i.ready),
+            getattr(unpacker, f"{name}_freed").eq(queue.pop),
+        ]
+    m.d.sync += unpacker.overflow.eq(unpacker.overflow | reduce_tree(overflows, or_))
 
 
 class Unpacker(wiring.Component):
@@ -80,36 +120,8 @@ class Unpacker(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        kind = DATA_KIND[self.sender]
-        overflows = []
-        line_valid, line = self._lines(m)
-        for name in SENT[self.sender]:
-            queue = self._messages(m, name)
-            overflows.append(queue.level + queue.push > self.places[name])
-            out = Buffer(shape=SENT[self.sender][name])
-            m.submodules[f"{name}_out"] = out
-            wiring.connect(m, out.o, wiring.flipped(getattr(self, name)))
-            there = queue.level != 0
-            if name == kind:
-                m.submodules.lines = lines = Queue(shape=LINE, depth=self.places[name])
-                m.d.comb += [lines.i.valid.eq(line_valid), Value.cast(lines.i.payload).eq(Value.cast(line))]
-                overflows.append(line_valid & ~lines.i.ready)
-                there = there & lines.o.valid
-                m.d.comb += [
-                    Value.cast(out.i.payload.header).eq(queue.o[0]),
-                    out.i.payload.data.eq(lines.o.payload.data),
-                    lines.o.ready.eq(out.i.valid & out.i.ready),
-                ]
-                if name == "rwd":
-                    m.d.comb += out.i.payload.enable.eq(lines.o.payload.enable)
-            else:
-                m.d.comb += Value.cast(out.i.payload).eq(queue.o[0])
-            m.d.comb += [
-                out.i.valid.eq(there),
-                queue.pop.eq(out.i.valid & out.i.ready),
-                getattr(self, f"{name}_freed").eq(queue.pop),
-            ]
-        m.d.sync += self.overflow.eq(self.overflow | reduce_tree(overflows, or_))
+        queues = {name: self._messages(m, name) for name in SENT[self.sender]}
+        deliver(m, self, queues, self._lines(m))
         return m
 
     def _messages(self, m, name):
@@ -162,7 +174,9 @@ class Unpacker(wiring.Component):
         return queue
 
     def _lines(self, m):
-        """(a line is whole, the line), three steps behind the flit."""
+        """The stream of lines, two steps behind the flit."""
+        m.submodules.joiner = lines = Lines(enables=self.side is Side.DEVICE)
+        joined = lines.i.payload
         plan = self.i.payload
         header = Signal(layout_of(FLIT_HEADER), name="data_flit_header")
         m.d.comb += header.as_value().eq(plan.flit[: FLIT_HEADER.width])
@@ -173,12 +187,7 @@ class Unpacker(wiring.Component):
         second = Mux(holds[0] & holds[1], slots[2], slots[3])
         chunks = [Signal(SLOT_BITS, name=f"chunk{n}", reset_less=True) for n in range(SLOTS)]
         kept = Signal(
-            data.StructLayout(
-                {
-                    name: TAKEN[name].shape
-                    for name in ("position", "count", "ends", "whole", "enables", "enables_at")
-                }
-            ),
+            data.StructLayout({name: TAKEN[name].shape for name in PLAN}),
             reset_less=True,
         )
         there = Signal()
@@ -191,34 +200,9 @@ class Unpacker(wiring.Component):
                 chunks[2].eq(Mux(plan.all_data, slots[2], slots[3])),
                 chunks[3].eq(slots[3]),
             ]
-        # Byte enables out of them, and each to its place in its line.
-        enable = Signal(LINE_BYTES)
-        with m.Switch(kept.enables_at):
-            for n, chunk in enumerate(chunks):
-                with m.Case(n):
-                    m.d.comb += enable.eq(chunk[:LINE_BYTES])
-        if self.side is Side.DEVICE:
-            chunks = [
-                Mux(kept.enables & (kept.enables_at <= n), chunks[min(n + 1, SLOTS - 1)], chunks[n])
-                for n in range(SLOTS)
-            ]
-        line, line_valid = Signal(LINE), Signal()
-        m.d.sync += line_valid.eq(there & kept.ends)
-        with m.If(there & kept.ends):
-            m.d.sync += line.enable.eq(Mux(kept.enables, enable, ~0))
-        turn = Signal(2)  # from chunks to lanes
-        m.d.comb += turn.eq(-kept.position)
-        lanes = rotated(m, chunks, turn, "chunks")
-        for lane, comes in enumerate(lanes):
-            part = slice(lane * SLOT_BITS, (lane + 1) * SLOT_BITS)
-            index = Signal(2, name=f"chunk_of_lane{lane}")
-            held = Signal(SLOT_BITS, name=f"lane{lane}_held", reset_less=True)
-            m.d.comb += index.eq(lane - kept.position)
-            with m.If(there & (index < kept.count)):
-                m.d.sync += held.eq(comes)
-            with m.If(there & kept.ends):
-                m.d.sync += line.data[part].eq(Mux(kept.whole | (kept.position > lane), held, comes))
-        return line_valid, line
-
-
-assert LINE_BITS == LINE_CHUNKS * SLOT_BITS
+        m.d.comb += [
+            *(joined[name].eq(kept[name]) for name, _ in kept.shape()),
+            *(joined.chunks[n].eq(chunk) for n, chunk in enumerate(chunks)),
+            lines.i.valid.eq(there),
+        ]
+        return lines.o

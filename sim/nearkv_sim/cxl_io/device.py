@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from nearkv_hw.abi import DeviceConfig, pci
 from nearkv_hw.abi import cxl_registers as cxl
-from nearkv_hw.abi.config import Link
+from nearkv_hw.abi.config import Link, LinkLayer
 from nearkv_hw.abi.cxl_registers import ComponentCapability, DeviceCapability, MediaStatus
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.link import RATES
@@ -80,7 +80,7 @@ class CxlDevice:
         self._erased: list[Callable[[], None]] = []
         self._maintenance = maintenance
         self._space = RegisterFile(pci.CONFIG_SPACE)
-        self._identify_link(config.link)
+        self._identify_link(config.link, config.link_layer)
         static_bytes = config.capacity_bytes - dynamic_bytes
         self.hdm = HdmDecoders(HDM_DECODERS, config.capacity_bytes)
         timestamp = Timestamp(clock)
@@ -167,7 +167,7 @@ class CxlDevice:
     def reset(self) -> None:
         """A conventional reset: registers as at first, a passphrase locks. Logs and memory stay."""
         self._space.reset()
-        self._identify_link(self.config.link)
+        self._identify_link(self.config.link, self.config.link_layer)
         for registers in (self._ras, self._link):
             registers.reset()
         self.hdm.reset()
@@ -200,13 +200,13 @@ class CxlDevice:
         )  # fmt: skip
         self._set_ranges()
 
-    def _identify_link(self, link: Link) -> None:
+    def _identify_link(self, link: Link, layer: LinkLayer) -> None:
         rate = RATES[link]
         speed = _SPEEDS[int(rate.transfers_per_second.value)]
         self._space.set("express.link_capability", speed=speed, width=rate.wires)
         self._space.set("express.link_status", speed=speed, width=rate.wires)
         self._space.set("express.link_capability_2", speeds=(1 << speed) - 1)
-        flits_68 = int(rate.flits.bytes.value == 68)
+        flits_68 = int(rate.flits.bytes.value == 68 and layer is not LinkLayer.FLITS_256)
         for register in ("capability", "control", "status"):
             self._space.set(f"flex_bus.{register}", flits_68=flits_68)
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <deque>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,6 +21,7 @@ namespace {
 
 constexpr std::uint64_t kStallCycles = 400'000;
 constexpr std::size_t kWords = 21;  // of the widest message
+constexpr std::size_t kLostWords = std::size(kReqLost);
 using Message = std::array<std::uint32_t, kWords>;
 
 class Random {
@@ -46,6 +48,7 @@ struct Channel {
     const std::uint8_t* out_valid;
     std::uint8_t* out_ready;
     unsigned bits;
+    const std::uint32_t* lost;  // bits of the header that do not cross the link
 
     std::deque<Message> to_send;  // answers that wait
     std::deque<std::uint64_t> send_since;
@@ -65,15 +68,15 @@ public:
         channels_ = {
             Channel{top_->host_m2s_req_payload.data(), &top_->host_m2s_req_valid, &top_->host_m2s_req_ready,
                     top_->device_m2s_req_payload.data(), &top_->device_m2s_req_valid, &top_->device_m2s_req_ready,
-                    kReqBits, {}, {}, {}, {}},
+                    kReqBits, kReqLost, {}, {}, {}, {}},
             Channel{top_->host_m2s_rwd_payload.data(), &top_->host_m2s_rwd_valid, &top_->host_m2s_rwd_ready,
                     top_->device_m2s_rwd_payload.data(), &top_->device_m2s_rwd_valid, &top_->device_m2s_rwd_ready,
-                    kRwdBits, {}, {}, {}, {}},
+                    kRwdBits, kRwdLost, {}, {}, {}, {}},
             Channel{&top_->device_s2m_ndr_payload, &top_->device_s2m_ndr_valid, &top_->device_s2m_ndr_ready,
-                    &top_->host_s2m_ndr_payload, &top_->host_s2m_ndr_valid, &top_->host_s2m_ndr_ready, kNdrBits,
+                    &top_->host_s2m_ndr_payload, &top_->host_s2m_ndr_valid, &top_->host_s2m_ndr_ready, kNdrBits, kNdrLost,
                     {}, {}, {}, {}},
             Channel{top_->device_s2m_drs_payload.data(), &top_->device_s2m_drs_valid, &top_->device_s2m_drs_ready,
-                    top_->host_s2m_drs_payload.data(), &top_->host_s2m_drs_valid, &top_->host_s2m_drs_ready, kDrsBits,
+                    top_->host_s2m_drs_payload.data(), &top_->host_s2m_drs_valid, &top_->host_s2m_drs_ready, kDrsBits, kDrsLost,
                     {}, {}, {}, {}},
         };
     }
@@ -168,6 +171,7 @@ private:
         if (kind == kRwd && random_.chance(options_.full)) {
             for (unsigned bit = kRwdEnable; bit < kRwdEnable + 64; bit++) message[bit / 32] |= 1u << bit % 32;
         }
+        for (std::size_t i = 0; i < kLostWords && i < channel.words(); i++) message[i] &= ~channel.lost[i];
         if (channel.bits % 32) message[channel.words() - 1] &= (1u << channel.bits % 32) - 1;
         return message;
     }
@@ -184,7 +188,8 @@ private:
     void observe(const std::array<std::uint32_t, 2>& noise) {
         for (std::size_t wire = 0; wire < 2; wire++) {
             if (!(top_->passed >> wire & 1)) continue;
-            results_.flits[wire]++;
+            passed_[wire]++;
+            results_.flits[wire] = passed_[wire] / kBeats;
             results_.flipped += noise[wire] & 1;
             results_.dropped += noise[wire] >> 11 & 1;
             results_.repeated += (noise[wire] >> 11 & 3) == 2;
@@ -261,6 +266,7 @@ private:
     std::uint64_t created_ = 0;
     std::uint64_t cycles_ = 0;
     std::uint64_t last_progress_ = 0;
+    std::array<std::uint64_t, 2> passed_{};
     std::array<bool, 2> recovering_{};
     std::array<std::uint64_t, 2> recovery_since_{};
     bool was_up_ = true;

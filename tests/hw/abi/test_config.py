@@ -44,7 +44,7 @@ def test_enumerations_may_be_given_by_name():
         ("dram", "ddr9", "must be one of fixed"),
         ("link", 9, "must be one of x8_32"),
         ("link_layer", "flits_68", "must be off where the link is not at 32 GT/s"),
-        ("link_layer", "flits", "must be one of off, flits_68"),
+        ("link_layer", "flits", "must be one of off, flits_68, flits_256"),
         ("placement", "moon", "must be one of rank, phy, controller, fabric, host"),
         ("fabric_share", 0, "must be 1 to 15 sixteenths"),
         ("fabric_share", 16, "must be 1 to 15 sixteenths"),
@@ -62,6 +62,14 @@ def test_a_link_layer_makes_a_flit_per_cycle():
     assert configure("small", link="x16_32", link_layer="flits_68", dram="lpddr5x_8533").clock_mhz == 1067
     with pytest.raises(ValueError, match=r"link_layer=.*more than a flit per device cycle"):
         configure("small", link="x16_32", link_layer="flits_68")
+
+
+def test_a_link_layer_makes_a_beat_of_64_bytes_per_cycle():
+    """256-byte flits are four; x8 brings 123 million flits per second at 32 GT/s, 250 million at 64 GT/s."""
+    assert configure("small", link="x8_32", link_layer="flits_256").link_layer is LinkLayer.FLITS_256
+    assert configure("small", link="x8_64", link_layer="flits_256", dram="lpddr5x_8533").clock_mhz == 1067
+    with pytest.raises(ValueError, match=r"link_layer=.*more than a quarter of a flit per device cycle"):
+        configure("small", link="x8_64", link_layer="flits_256")
 
 
 def test_the_fixed_memory_has_no_part():

@@ -3,8 +3,8 @@
 from fractions import Fraction
 
 import pytest
-from nearkv_hw.abi.config import Link
-from nearkv_hw.abi.link import RATES, TOKEN_BITS, flits_per_cycle, lines_per_cycle, ports, tokens
+from nearkv_hw.abi.config import Link, LinkLayer
+from nearkv_hw.abi.link import RATES, TOKEN_BITS, flits_per_cycle, lines_per_cycle, ports, rate_of, tokens
 
 PUBLISHED = {
     Link.X8_32: (26.4, 23.7),
@@ -32,6 +32,14 @@ def test_flits_per_cycle():
     assert round(float(flits_per_cycle(Link.X8_32, 1000)), 3) == 0.463
     assert round(float(flits_per_cycle(Link.X16_32, 1000)), 3) == 0.927
     assert flits_per_cycle(Link.X16_64, 1000) == Fraction(1, 2)
+
+
+def test_flits_of_256_bytes_at_both_speeds():
+    """At 32 GT/s with that speed's line code; a layer of 68-byte flits or none has the speed's own flits."""
+    assert flits_per_cycle(Link.X8_64, 1000, LinkLayer.FLITS_256) == Fraction(1, 4)
+    assert flits_per_cycle(Link.X8_32, 1000, LinkLayer.FLITS_256) == Fraction(128, 130) / 8
+    for layer in (LinkLayer.OFF, LinkLayer.FLITS_68):
+        assert rate_of(Link.X8_32, layer) == RATES[Link.X8_32]
 
 
 def test_ports_follow_link_and_clock():

@@ -79,8 +79,13 @@ def test_the_dvsec_locks(setup):
 
 
 def test_dvsecs_carry_what_the_device_is(setup_of):
-    for link, speed, width, flits_68 in (("x8_64", 6, 8, 0), ("x16_32", 5, 16, 1)):
-        device = setup_of(link=link, capacity_bytes=4 << 30).device
+    for link, layer, speed, width, flits_68 in (
+        ("x8_64", "off", 6, 8, 0),
+        ("x16_32", "off", 5, 16, 1),
+        ("x8_32", "flits_68", 5, 8, 1),
+        ("x8_32", "flits_256", 5, 8, 0),
+    ):
+        device = setup_of(link=link, link_layer=layer, capacity_bytes=4 << 30).device
         link_capability = pci.EXPRESS["link_capability"].unpack(device.read_config(pci.EXPRESS_AT + 0x0C))
         assert (link_capability["speed"], link_capability["width"]) == (speed, width)
         flex_bus = pci.FLEX_BUS_DVSEC["status"].unpack(device.read_config(DVSEC_AT["flex_bus"] + 0x0E, 2))
