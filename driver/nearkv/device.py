@@ -301,6 +301,17 @@ class Device:
         for stream in self._all_streams():
             stream.synchronize()
 
+    def wait_for_scrub(self) -> None:
+        """Wait until the device has written zeros over all memory that was given back, whoever had it: until
+        then that takes some of the memory's time, which a measurement would show.
+
+        Raises
+        ------
+        DeviceTimeoutError, LinkError : when the device does not answer.
+        """
+        self._check_open()
+        self._tenant(0).ring.wait_for_scrub()
+
     def memory(self, tenant: int = 0) -> MemoryUse:
         """What a tenant's memory holds, as this driver has placed it."""
         self._check_open()

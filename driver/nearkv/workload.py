@@ -58,7 +58,11 @@ class Workload:
         return asdict(self)
 
     def fill(self, device: Device) -> Filled:
-        """Put the rows on a device that has room for them, one sequence's after the other's."""
+        """Put the rows on a device that has room for them, one sequence's after the other's.
+
+        The device is at rest before: what an earlier workload gave back is zero.
+        """
+        device.wait_for_scrub()
         generator = torch.Generator().manual_seed(self.rows)
         dtype = torch.float16 if self.dtype == "fp16" else torch.bfloat16
         cache = device.kv_cache(

@@ -18,6 +18,7 @@ def test_lines_jobs_and_passes_are_counted(device):
     """Jobs of 40 and 8 rows, K of one line and V of two, a group of nine query heads in passes of four."""
     contexts = [context(n, 2, 32, 64, seed=n) for n in (40, 8)]
     q = values(2, 18, 32, seed=1)
+    device.wait_for_scrub()
     with device.kv_cache(layers=1, kv_heads=2, head_dim=32, value_dim=64, dtype="fp16") as kv:
         handles = filled(kv, contexts)
         kv.attend(handles, layer=0, q=q)  # takes the extents that results need
@@ -229,6 +230,7 @@ def test_energy_of_rtl_and_model(rtl_device, model):
     """The same work; the RTL is polled more often, keeps tables on chip, and has cycles of its own."""
     spent = []
     for device in (rtl_device, model):
+        device.wait_for_scrub()
         with device.kv_cache(layers=1, kv_heads=2, head_dim=128, dtype="fp16") as kv:
             handles, q = filled(kv, [context(1000, 2, 128, 128, seed=1)]), values(1, 8, 128, seed=2)
             kv.attend(handles, layer=0, q=q)

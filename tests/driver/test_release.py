@@ -1,5 +1,7 @@
 """Memory that is given back: nobody reads a byte of it again, and others have it once it is zero."""
 
+from dataclasses import replace
+
 import nearkv
 import numpy as np
 import pytest
@@ -94,7 +96,7 @@ def test_jobs_before_a_release_end_well_and_those_behind_it_are_refused(device):
             extensions = np.concatenate([extensions, np.zeros_like(release), extensions])
         completions, results = run(both, extensions=extensions, **more)
         posted.extend(completions.of("status").tolist())
-        return completions, results
+        return replace(completions, records=completions.records[-len(descriptors) :]), results
 
     tenant.ring.run = with_release
     with pytest.raises(DeviceError):

@@ -130,7 +130,7 @@ def test_order_hazards_turns_and_rate(dram, room):
     simulator.add_clock(1e-9)
     simulator.add_testbench(bench)
     simulator.run()
-    assert min(held.values()) > FRAMES / 20
+    assert min(held.values()) > FRAMES / 40
     assert len(entered) > FRAMES / 2
     assert {(access.unit, access.write) for access in entered} == {(True, 0), (False, 0), (False, 1)}
 
