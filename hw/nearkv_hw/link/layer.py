@@ -14,6 +14,15 @@ from .unpacker import Unpacker, all_places
 EVENTS = ("sent", "replayed", "accepted", "crc_error")
 
 
+def message_ports(side):
+    """Members of a side's link layer: streams of the messages that it sends and delivers, by their names."""
+    down, up = (In, Out) if side is Side.HOST else (Out, In)
+    return {
+        **{f"m2s_{name}": down(stream.Signature(shape)) for name, shape in SENT[Side.HOST].items()},
+        **{f"s2m_{name}": up(stream.Signature(shape)) for name, shape in SENT[Side.DEVICE].items()},
+    }
+
+
 class LinkLayer(wiring.Component):
     """CXL.mem link layer in 68-byte mode (CXL 3.1 section 4.2).
 
@@ -62,11 +71,9 @@ class LinkLayer(wiring.Component):
         self.entries = entries
         self.timeout_flits = timeout_flits
         self.places = all_places(places)
-        down, up = (In, Out) if side is Side.HOST else (Out, In)
         super().__init__(
             {
-                **{f"m2s_{name}": down(stream.Signature(shape)) for name, shape in SENT[Side.HOST].items()},
-                **{f"s2m_{name}": up(stream.Signature(shape)) for name, shape in SENT[Side.DEVICE].items()},
+                **message_ports(side),
                 "tx": Out(stream.Signature(WIRE_BITS)),
                 "rx": In(stream.Signature(WIRE_BITS, always_ready=True)),
                 "phy_up": In(1),

@@ -7,8 +7,8 @@ from amaranth.lib.wiring import In, Out
 from ..abi.flits import Retry, Side
 from ..abi.flits256 import BEATS, CREDIT_CODES, kinds
 from .credits import CreditReturn
-from .layer import EVENTS
-from .packer import CREDIT_OF, SENT
+from .layer import EVENTS, message_ports
+from .packer import CREDIT_OF
 from .packer256 import Packer256
 from .replay import BEAT_WIRE_BITS, TIMEOUT_CYCLES, Replay, check_retry
 from .unpacker import all_places
@@ -59,11 +59,9 @@ class LinkLayer256(wiring.Component):
         self._retry = {"entries": entries, "timeout_cycles": timeout_cycles}
         check_retry(entries, timeout_cycles)
         self.places = all_places({**PLACES_256, **(places or {})}, least=8)
-        down, up = (In, Out) if side is Side.HOST else (Out, In)
         super().__init__(
             {
-                **{f"m2s_{name}": down(stream.Signature(shape)) for name, shape in SENT[Side.HOST].items()},
-                **{f"s2m_{name}": up(stream.Signature(shape)) for name, shape in SENT[Side.DEVICE].items()},
+                **message_ports(side),
                 "tx": Out(stream.Signature(BEAT_WIRE_BITS)),
                 "rx": In(stream.Signature(BEAT_WIRE_BITS, always_ready=True)),
                 "phy_up": In(1),

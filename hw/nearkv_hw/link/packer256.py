@@ -31,7 +31,7 @@ from .lanes import LaneQueue
 from .lines import Chunks
 from .packer import CREDIT_OF, SENT
 from .slots import converted
-from .stages import stage
+from .stages import finds_room, stage
 
 CREDITS_256 = data.StructLayout(dict.fromkeys(CREDIT_NAMES, CREDIT_BITS))
 """The three credit fields of a flit, zero where it returns none."""
@@ -167,9 +167,7 @@ class Packer256(wiring.Component):
         depth = self.latency_cycles + 1
         m.submodules.out = self._out = out = Buffer(shape=BEAT_BITS, depth=depth)
         wiring.connect(m, out.o, wiring.flipped(self.o))
-        under_way = Signal(range(depth + 1))
-        m.d.sync += under_way.eq(under_way + go - (self.o.valid & self.o.ready))
-        return under_way < depth
+        return finds_room(m, self.o, depth=depth, goes=go)
 
     @staticmethod
     def _least(m, queue, pool, most):

@@ -10,6 +10,7 @@ from ..abi.flits import Retry
 from ..abi.flits256 import BEAT_BITS, BEATS, MAX_REPLAY_ENTRIES, PHY_BITS, PHY_HEADER, SEQUENCE_BITS, Command
 from ..common.buffer import Buffer
 from ..structs import layout_of
+from .stages import finds_room
 from .unpacker256 import BEAT
 
 BEAT_WIRE_BITS = BEAT_BITS + 1
@@ -294,6 +295,4 @@ class Replay(wiring.Component):
         depth = self.latency_cycles + 2
         m.submodules.out = self._out = out = Buffer(shape=BEAT_WIRE_BITS, depth=depth)
         wiring.connect(m, out.o, wiring.flipped(self.tx))
-        under_way = Signal(range(depth + 1))
-        m.d.sync += under_way.eq(under_way + step - (self.tx.valid & self.tx.ready))
-        return under_way < depth
+        return finds_room(m, self.tx, depth=depth, goes=step)

@@ -29,6 +29,7 @@ from ..structs import layout_of
 from .crc import FOLDED_BITS, crc_of, folded
 from .packer import CREDIT_NAMES, CREDITS, Packer
 from .receiver import OPENING, REQUEST, WIRE_BITS
+from .stages import finds_room
 
 FLUSH_CYCLES = 24
 """Cycles that credits and acknowledgements wait for a flit to go with, until an LLCRD is sent for them."""
@@ -311,9 +312,7 @@ class Transmitter(wiring.Component):
         """Whether a flit that is chosen now finds a place at the output."""
         depth = self.latency_cycles + 3
         self._depth = depth
-        under_way = Signal(range(depth + 1))
-        m.d.sync += under_way.eq(under_way + self.sent - (self.tx.valid & self.tx.ready))
-        return under_way < depth
+        return finds_room(m, self.tx, depth=depth, goes=self.sent)
 
     def _send(self, m, chosen):
         """The flit in step with the packer: its bits, then its CRC and its place in the retry buffer."""
