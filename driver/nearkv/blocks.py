@@ -24,7 +24,7 @@ from .arguments import dense, whole_number
 from .attention import Options
 from .codec import one
 from .errors import ArgumentError, OutOfMemoryError, ShapeError
-from .table import PageTable, RowAddresses
+from .table import PageTable
 
 if TYPE_CHECKING:
     from .device import Device
@@ -112,7 +112,6 @@ class BlockCache:
                 "rows of bf16 or fp16 that fill whole lines: head_dim and value_dim from "
                 f"{LINE_BYTES // 2} on"
             )
-        self._addresses = RowAddresses(layout)
         page_count = self.block_rows // self.page_rows
         self._pages = np.zeros((layers, self.blocks, kv_heads, page_count), np.uint64)
         """Device addresses of each block's pages, 0 before its first row."""
@@ -156,7 +155,9 @@ class BlockCache:
         self._place(layer, np.unique(block))
         page, within = np.divmod(row, self.page_rows)
         base = np.ascontiguousarray(self._pages[layer, block, :, page].T)
-        places = self._addresses.at(base, (given // self.page_rows).astype(np.intp), within.astype(np.uint64))
+        places = cache._writer.addresses.at(
+            base, (given // self.page_rows).astype(np.intp), within.astype(np.uint64)
+        )
         addresses, data = [], []
         for where, own in zip(places, coded.row_bytes(cache._layout), strict=True):
             if where is not None and own is not None:

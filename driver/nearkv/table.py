@@ -259,14 +259,12 @@ class RowAddresses:
 
     Members
     -------
-    pitches : bytes of a row in each area, 0 where the cache does not have it.
     one_row : where in a page the lines of each of its rows are, [page_rows, areas, 1, lines]; None where rows
         share lines, or areas differ in them.
     one_pitch : bytes of a row in all areas then.
     """
 
     def __init__(self, layout: RowLayout) -> None:
-        self.pitches = layout.pitches
         self._shift = np.uint64(layout.page_rows.bit_length() - 1)
         self._mask = np.uint64(layout.page_rows - 1)
         self._areas = list(zip(layout.areas, layout.pitches, strict=True))

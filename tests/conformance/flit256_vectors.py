@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import flit_vectors
 from flit256_golden import (
-    ALL,
     CREDITS,
     DATA,
     FLIT_BYTES,
@@ -32,6 +32,7 @@ from flit256_golden import (
 )
 from nearkv_hw.abi.flits256 import MESSAGES
 
+LAYOUTS = {kind: layout for kind, (_, layout) in MESSAGES.items()}
 PATH = Path(__file__).parent / "data" / "flits256.json"
 
 
@@ -53,23 +54,12 @@ def hexed(flit):
 
 def told(kind, whole):
     """A message by its fields; data and byte enables as bytes, byte 0 first."""
-    _, layout = MESSAGES[kind]
-    fields = dict(layout.unpack(whole & (1 << layout.width) - 1).items())
-    if kind == "rwd":
-        enable, line = whole >> 104 & ALL, whole >> 168
-        return {"kind": kind, **fields, "enable": f"{enable:016x}", "data": line.to_bytes(64, "little").hex()}
-    if kind == "drs":
-        return {"kind": kind, **fields, "data": (whole >> 40).to_bytes(64, "little").hex()}
-    return {"kind": kind, **fields}
+    return flit_vectors.told(kind, whole, LAYOUTS)
 
 
 def untold(told_message):
     """The integer of a message."""
-    kind = told_message["kind"]
-    values = {name: value for name, value in told_message.items() if name not in ("kind", "enable", "data")}
-    line = int.from_bytes(bytes.fromhex(told_message.get("data", "")), "little")
-    enable = int(told_message.get("enable", f"{ALL:x}"), 16)
-    return message(kind, MESSAGES[kind][1].pack(values), line, enable)
+    return flit_vectors.untold(told_message, LAYOUTS, message)
 
 
 class Chosen(Writer):

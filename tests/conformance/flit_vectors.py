@@ -60,22 +60,23 @@ def hexed(wire):
     return wire.to_bytes(WIRE_BYTES, "little").hex()
 
 
-def told(kind, whole):
+def told(kind, whole, layouts=LAYOUTS):
     """A message by its fields; data and byte enables as bytes, byte 0 first."""
-    layout = LAYOUTS[kind]
+    layout = layouts[kind]
     fields = dict(layout.unpack(whole & (1 << layout.width) - 1).items())
+    behind = whole >> layout.width
     if kind == "rwd":
-        enable, line = whole >> 87 & ALL, whole >> 151
+        enable, line = behind & ALL, behind >> 64
         return {"kind": kind, **fields, "enable": f"{enable:016x}", "data": line.to_bytes(64, "little").hex()}
     if kind == "drs":
-        return {"kind": kind, **fields, "data": (whole >> 40).to_bytes(64, "little").hex()}
+        return {"kind": kind, **fields, "data": behind.to_bytes(64, "little").hex()}
     return {"kind": kind, **fields}
 
 
-def untold(told_message):
+def untold(told_message, layouts=LAYOUTS, message=message):
     """The integer of a message."""
     kind = told_message["kind"]
-    header = LAYOUTS[kind].pack(
+    header = layouts[kind].pack(
         {k: v for k, v in told_message.items() if k not in ("kind", "enable", "data")}
     )
     line = int.from_bytes(bytes.fromhex(told_message.get("data", "")), "little")
