@@ -18,8 +18,12 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from contract_cases import Case
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / part) for part in ("hw", "driver", "tests/conformance", "tools")]
@@ -139,22 +143,18 @@ def check_random_cases(device: str, seed: int, count: int) -> Iterator[str]:
     rng = random.Random(seed)
     small = Sizes(batch=2, query_rows=2, kv_heads=2, group=3, rows=40, dim=40)
     large = Sizes(batch=3, query_rows=2, kv_heads=3, group=8, rows=300, dims=(32, 64, 80, 111, 128, 256))
-    equal, spoken = 0, time.monotonic()
-    for index in range(count):
-        case = random_case(rng, large if index % 16 == 0 else small)
+
+    def same(case: Case) -> bool:
         expected, found = case.partial(), case.to(device)
         partial = found.partial()
-        same = partial.to("cpu").equal(expected)
+        equal = partial.to("cpu").equal(expected)
         for dtype in OUTPUTS.values():
             on_cpu, on_device = (finish(p, dtype, c.v_scale) for p, c in ((expected, case), (partial, found)))
-            same &= same_bits(on_cpu, on_device.to(torch.device("cpu")))
-        equal += same
-        if not same:
-            yield _reported(f"random case {index}: {case.describe()}")
-        if time.monotonic() - spoken > REPORT_EVERY_S:
-            spoken = time.monotonic()
-            print(f"random cases: {index + 1} of {count} done, {equal} equal", flush=True)
-    print(f"random cases: {equal} of {count} equal")
+            equal &= same_bits(on_cpu, on_device.to(torch.device("cpu")))
+        return equal
+
+    cases = (random_case(rng, large if index % 16 == 0 else small) for index in range(count))
+    yield from _unequal("random cases", cases, count, same)
 
 
 def check_kernel(device: str, seed: int, count: int) -> Iterator[str]:
@@ -183,18 +183,27 @@ def check_kernel(device: str, seed: int, count: int) -> Iterator[str]:
     cases = [vector.case for vector in vectors()]
     large_every = 16 if device != "cpu" else count + 1  # interpreted, one takes minutes
     cases += [random_case(rng, large if index % large_every == 1 else small) for index in range(count)]
-    equal, spoken = 0, time.monotonic()
-    for index, case in enumerate(cases):
+
+    def same(case: Case) -> bool:
         own = case.to(device)
         found = decode_attention(own.q, own.k, own.v, partial=True, **own.options)
-        same = found.to("cpu").equal(case.partial())
-        equal += same
-        if not same:
-            yield _reported(f"kernel, case {index}: {case.describe()}")
+        return found.to("cpu").equal(case.partial())
+
+    yield from _unequal("kernel cases", cases, len(cases), same)
+
+
+def _unequal(what: str, cases: Iterable[Case], count: int, same: Callable[[Case], bool]) -> Iterator[str]:
+    """The cases that are not the same, as they are met; tells how far it is, and how many were."""
+    equal, spoken = 0, time.monotonic()
+    for index, case in enumerate(cases):
+        if same(case):
+            equal += 1
+        else:
+            yield _reported(f"{what}, number {index}: {case.describe()}")
         if time.monotonic() - spoken > REPORT_EVERY_S:
             spoken = time.monotonic()
-            print(f"kernel: {index + 1} of {len(cases)} cases done, {equal} equal", flush=True)
-    print(f"kernel: {equal} of {len(cases)} cases equal")
+            print(f"{what}: {index + 1} of {count} done, {equal} equal", flush=True)
+    print(f"{what}: {equal} of {count} equal")
 
 
 def _reported(failure: str) -> str:

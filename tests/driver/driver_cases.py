@@ -1,6 +1,7 @@
 """What the driver's tests share: seeded rows, the reference's answer, and ports that misbehave."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -93,3 +94,24 @@ class TamperingPort:
 
     def close(self) -> None:
         self._port.close()
+
+
+def same_answers(one, other, sequences, **call):
+    """Whether two caches answer a call alike, log-sum-exp included; of each sequence both caches' handles."""
+    results = [
+        cache.attend(handles, return_lse=True, **call)
+        for cache, handles in zip((one, other), zip(*sequences, strict=True), strict=True)
+    ]
+    return all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+def same_rows(tiered, plain, sequences, layers):
+    """Whether a tiered cache and a plain one hold the same codes of each sequence."""
+    for (of_tiered, of_plain), layer in product(sequences, range(layers)):
+        if tiered.length(of_tiered, layer):
+            rows, wanted = tiered.read(of_tiered, layer=layer), plain.read_codes(of_plain, layer=layer)
+            if not all(
+                torch.equal(own, area.codes) for own, area in zip((rows.k, rows.v), wanted, strict=True)
+            ):
+                return False
+    return True

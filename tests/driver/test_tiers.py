@@ -7,7 +7,7 @@ import nearkv
 import numpy as np
 import pytest
 import torch
-from driver_cases import context, expected, same_bits, values
+from driver_cases import context, expected, same_answers, same_bits, same_rows, values
 from nearkv.errors import ArgumentError, ClosedError, DtypeError, ShapeError, UnknownHandleError
 from nearkv.reference import finish
 from nearkv.tiers import (
@@ -80,18 +80,8 @@ def test_the_bits_do_not_depend_on_where_rows_live(model, tmp_path, dtype):
             options = chance.choice(
                 [{}, {"window": 5, "kept_rows": 2}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}]
             )
-            results = [
-                cache.attend(handles, layer=layer, q=q, scale=0.3, return_lse=True, **options)
-                for cache, handles in zip((kv, plain), zip(*batch, strict=True), strict=True)
-            ]
-            for one, other in zip(*results, strict=True):
-                assert same_bits(one, other), (step, options)
-        for tiered, own in pairs:
-            for layer in range(2):
-                if kv.length(tiered, layer):
-                    rows, wanted = kv.read(tiered, layer=layer), plain.read_codes(own, layer=layer)
-                    assert torch.equal(rows.k, wanted[0].codes)
-                    assert torch.equal(rows.v, wanted[1].codes)
+            assert same_answers(kv, plain, batch, layer=layer, q=q, scale=0.3, **options), (step, options)
+        assert same_rows(kv, plain, pairs, layers=2)
         assert sum(tier.rows for tier in kv.stats()) == sum(
             kv.length(tiered, layer) for tiered, _ in pairs for layer in range(2)
         )

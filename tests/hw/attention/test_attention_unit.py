@@ -10,10 +10,12 @@ import cocotb
 import pytest
 from attention_golden import float32_bits
 from cocotb.triggers import RisingEdge
+from nearkv_hw.abi import configure
+from nearkv_hw.abi.config import LANE_CHOICES
 from nearkv_hw.abi.descriptor import MAX_LARGE_DIM, Status
 from nearkv_hw.abi.formats import BF16, ELEMENT_FORMATS, FP4_E2M1, FP16, INT8, LUT4, QUERY_FORMATS
 from nearkv_hw.attention.bounds import Bounds
-from nearkv_hw.attention.shape import MAX_DIM
+from nearkv_hw.attention.shape import MAX_DIM, UnitShape
 from nearkv_hw.attention.unit import COUNTERS, AttentionUnit
 from nearkv_hw.interfaces import (
     BeatKind,
@@ -71,6 +73,11 @@ def test_attention_unit(shape):
 def test_parameters_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         AttentionUnit(**arguments)
+
+
+@pytest.mark.parametrize("lanes", LANE_CHOICES)
+def test_a_device_knows_how_many_rows_its_units_take_at_once(lanes):
+    assert configure("card", lanes=lanes).rows_abreast == UnitShape(lanes=lanes, line_lanes=32).rows_abreast
 
 
 def test_pipes_of_bounds_are_checked():
@@ -136,6 +143,13 @@ class Bench:
         for number, bound in enumerate(self.passes.bounds):
             assert await self.bounds.receive(1) == [bound], number
         assert len(self.bounds) == 0
+
+    def rate(self):
+        """Lines per cycle, from the first answer to the last."""
+        took = self.responses[-1] - self.responses[0] + 1
+        rate = len(self.responses) / took
+        print(f"{len(self.responses)} lines in {took} cycles, {rate:.4f} per cycle")
+        return rate
 
     async def _check_pass(self, name, job, expected):
         denominators = await self.partials.receive(job["queries"])
@@ -367,10 +381,7 @@ async def long_passes_take_a_line_per_cycle(dut, row_lines, format):
             golden=False,
         )
     await bench.run()
-    took = bench.responses[-1] - bench.responses[0] + 1
-    rate = len(bench.responses) / took
-    print(f"{len(bench.responses)} lines in {took} cycles, {rate:.4f} per cycle")
-    assert rate >= 0.98 * min(1 / steps, 2 * row_lines / parameters()["row_cycles"])
+    assert bench.rate() >= 0.98 * min(1 / steps, 2 * row_lines / parameters()["row_cycles"])
 
 
 @cocotb.test()
@@ -402,10 +413,7 @@ async def rows_that_share_a_line_are_scored_in_its_cycle(dut, pitch, format, sca
             rng=bench.rng,
         )
     await bench.run()
-    took = bench.responses[-1] - bench.responses[0] + 1
-    rate = len(bench.responses) / took
-    print(f"{len(bench.responses)} lines in {took} cycles, {rate:.4f} per cycle")
-    assert rate >= 0.98 * min(1, 2 / parameters()["row_cycles"])
+    assert bench.rate() >= 0.98 * min(1, 2 / parameters()["row_cycles"])
 
 
 @cocotb.test()
@@ -418,10 +426,7 @@ async def long_passes_of_bounds_take_a_line_per_cycle(dut, row_lines):
     for _ in range(3):
         bench.passes.add_bounds([codes(bench.rng, BF16, dim)] * queries, [rows] * (512 // row_lines))
     await bench.run()
-    took = bench.responses[-1] - bench.responses[0] + 1
-    rate = len(bench.responses) / took
-    print(f"{len(bench.responses)} lines in {took} cycles, {rate:.4f} per cycle")
-    assert rate >= 0.97 * min(1, 2 * row_lines / parameters()["row_cycles"])
+    assert bench.rate() >= 0.97 * min(1, 2 * row_lines / parameters()["row_cycles"])
 
 
 @cocotb.test()
