@@ -1,8 +1,9 @@
-"""Merge of two binned sums (docs/numerics.md section 2)."""
+"""Merges of binned sums (docs/numerics.md section 2)."""
 
 from amaranth.hdl import Mux, Signal, signed
 
 from ..abi.numerics import TOP_BITS
+from ..common.pipeline import stage
 
 
 def merge_states(m, merged, a, b):
@@ -33,3 +34,14 @@ def merge_states(m, merged, a, b):
             Mux(keep_a, a.low, Mux(down_a, a.high, 0)) + Mux(keep_b, b.low, Mux(down_b, b.high, 0))
         ),
     ]
+
+
+def merge_tree(m, states, flags):
+    """The sum of as many states as a power of two, and all of their flags: a cycle for every level."""
+    while len(states) > 1:
+        merged = [Signal.like(state, reset_less=True) for state in states[::2]]
+        for into, a, b in zip(merged, states[::2], states[1::2], strict=True):
+            merge_states(m, into, a, b)
+        flags = [stage(m, a | b) for a, b in zip(flags[::2], flags[1::2], strict=True)]
+        states = merged
+    return states[0], flags[0]

@@ -9,10 +9,10 @@ from ..abi.descriptor import MAX_QUERY_ROWS
 from ..arithmetic.bias import DISTANCE_BITS, Bias
 from ..arithmetic.score import FLOAT_BITS, DotProduct, Factor, ScorePipe
 from ..arithmetic.softcap import Softcap
-from ..arithmetic.states import merge_states
+from ..arithmetic.states import merge_tree
 from ..arithmetic.weight import Weight, WeightPipe
 from ..common.buffer import Buffer
-from ..common.pipeline import later, stage
+from ..common.pipeline import later
 from ..common.queue import Queue
 from ..interfaces import POSITION_BITS, ROW_BITS, Bound, State
 from .abreast import of_blocks
@@ -284,14 +284,11 @@ class Scoring(wiring.Component):
         ]
         at_limb, at_read = at[self.limb_cycles], at[self.read_cycles]
 
-        index_bits = len(operation.index)
         weights = [[] for _ in range(self.queries)]
-        parameter_shape = data.StructLayout(
-            {"position": signed(POSITION_BITS), "slot": range(self.queries), "slope": Factor}
-        )
         # a distance goes into the bias so early that the score meets it
         distance_cycles = self.biased_cycles - Bias.latency_cycles
-        at_parameters, at_distance = at[distance_cycles - 1], at[distance_cycles]
+        at_distance = at[distance_cycles]
+        of_queries = [self._parameters(m, pipe, at[distance_cycles - 1]) for pipe in range(self.pipes)]
         biased, sight = Signal(), Signal(Sight)
         m.d.comb += [
             biased.eq(self.biased.bit_select(at_distance.number, 1)),
@@ -333,42 +330,19 @@ class Scoring(wiring.Component):
                 name = f"{place}_{pipe}"
                 own = range(pipe * per_pipe, (pipe + 1) * per_pipe)
                 dot = Signal(DotProduct, reset_less=True, name=f"dot_{name}")
-                sink = Signal(FLOAT_BITS, reset_less=True, name=f"sink_{name}")
                 with m.Switch(operation.index):
                     for index, query in enumerate(own):
                         with m.Case(index):
-                            m.d.sync += [
-                                dot.eq(row.dots[place][query]),
-                                sink.eq(self.openings.payload.values[query]),
-                            ]
+                            m.d.sync += dot.eq(row.dots[place][query])
                 # a sink counts once
-                no_sink = Signal(name=f"no_sink_{name}", reset_less=True)
-                m.d.sync += no_sink.eq(operation.open & ~(self.openings.payload.sinks & first_place))
+                sink = self._sink(m, pipe, operation) if first_place else _NO_SINK
                 m.submodules[f"score_{name}"] = score = ScorePipe()
                 m.submodules[f"softcap_{name}"] = softcap = Softcap()
                 m.submodules[f"weight_{name}"] = pipeline = WeightPipe()
                 m.submodules[f"bias_{name}"] = bias = Bias()
 
                 # who sees the row, from where
-                m.submodules[f"parameters_{name}"] = stored = memory.Memory(
-                    shape=parameter_shape, depth=PASSES * per_pipe, init=[]
-                )
-                read, write = stored.read_port(domain="comb"), stored.write_port()
-                own_query = self.parameters.query - pipe * per_pipe
-                parameters = Signal(parameter_shape, reset_less=True, name=f"parameters_{name}")
-                m.d.comb += [
-                    write.addr.eq(Cat(self.parameters.number, own_query[:index_bits])),
-                    write.data.position.eq(self.parameters.position),
-                    write.data.slope.eq(self.parameters.slope),
-                    write.data.slot.eq(self.parameters.slot),
-                    write.en.eq(
-                        self.parameters.valid
-                        & (self.parameters.query >= own.start)
-                        & (self.parameters.query < own.stop)
-                    ),
-                    read.addr.eq(Cat(at_parameters.number, at_parameters.index)),
-                ]
-                m.d.sync += parameters.eq(read.data)
+                parameters = of_queries[pipe]
                 distance = Signal(signed(DISTANCE_BITS), name=f"distance_{name}")
                 m.d.comb += distance.eq(held - parameters.position)
                 unmasked = self._unmasked(m, name, at_distance.number, parameters.slot, own_index)
@@ -378,7 +352,7 @@ class Scoring(wiring.Component):
                     score.dot.eq(dot),
                     score.factor.eq(factor),
                     score.is_sink.eq(at_score.open),
-                    score.sink.eq(Mux(no_sink, _NO_SINK, sink)),
+                    score.sink.eq(sink),
                     score.capped.eq(capped),
                     softcap.score.eq(score.score),
                     softcap.capped.eq(capped_at_cap),
@@ -420,21 +394,45 @@ class Scoring(wiring.Component):
                 shown = Signal(Weight, reset_less=True, name=f"weight_{block}_{query}")
                 m.d.sync += shown.eq(weight)
                 m.d.comb += self.weights[block][query].eq(shown)
-        while len(states) > 1:
-            merged = [
-                Signal(State, reset_less=True, name=f"merged_{len(states)}_{n}")
-                for n in range(len(states) // 2)
-            ]
-            for into, a, b in zip(merged, states[::2], states[1::2], strict=True):
-                merge_states(m, into, a, b)
-            nans = [stage(m, a | b) for a, b in zip(nans[::2], nans[1::2], strict=True)]
-            states = merged
+        denominator, query_nan = merge_tree(m, states, nans)
         m.d.comb += [
             self.denominator_valid.eq(at_read.read),
-            self.denominator.eq(states[0]),
-            self.query_nan.eq(nans[0]),
+            self.denominator.eq(denominator),
+            self.query_nan.eq(query_nan),
         ]
         return m
+
+    def _sink(self, m, pipe, operation):
+        """The sink of the query that a pipe has of an opening, a cycle later."""
+        sink, none = Signal(FLOAT_BITS, reset_less=True, name=f"sink_{pipe}"), Signal(reset_less=True)
+        begin = pipe * self.queries_per_pipe
+        with m.Switch(operation.index):
+            for index in range(self.queries_per_pipe):
+                with m.Case(index):
+                    m.d.sync += sink.eq(self.openings.payload.values[begin + index])
+        m.d.sync += none.eq(operation.open & ~self.openings.payload.sinks)
+        return Mux(none, _NO_SINK, sink)
+
+    def _parameters(self, m, pipe, at):
+        """What is kept of the query that a pipe has, a cycle after `at`: position, slope, row's number."""
+        shape = data.StructLayout(
+            {"position": signed(POSITION_BITS), "slot": range(self.queries), "slope": Factor}
+        )
+        own = range(pipe * self.queries_per_pipe, (pipe + 1) * self.queries_per_pipe)
+        m.submodules[f"parameters_{pipe}"] = stored = memory.Memory(
+            shape=shape, depth=PASSES * len(own), init=[]
+        )
+        read, write = stored.read_port(domain="comb"), stored.write_port()
+        told = self.parameters
+        found = Signal(shape, reset_less=True, name=f"parameters_{pipe}")
+        m.d.comb += [
+            write.addr.eq(Cat(told.number, (told.query - own.start)[: len(at.index)])),
+            *(write.data[name].eq(told[name]) for name in ("position", "slope", "slot")),
+            write.en.eq(told.valid & (told.query >= own.start) & (told.query < own.stop)),
+            read.addr.eq(Cat(at.number, at.index)),
+        ]
+        m.d.sync += found.eq(read.data)
+        return found
 
     def _own_row(self, m, place, at, cycles):
         """Of a row of `cycles` ago: whether it is a query row's own in a tree, whose, and its position."""

@@ -7,9 +7,9 @@ from amaranth.utils import exact_log2
 
 from ..abi.numerics import LIMB_BITS
 from ..arithmetic.binned import HELD_TOP_BITS
-from ..arithmetic.states import merge_states
+from ..arithmetic.states import merge_tree
 from ..common.pipeline import later
-from ..interfaces import LanePartial
+from ..interfaces import LanePartial, State
 from .abreast import has_block
 from .cell import SUM_BIN_BIAS
 from .shape import abreast_bits
@@ -104,7 +104,7 @@ class WayOut(wiring.Component):
 
         in_block = exact_log2(groups // rows)
         for lane in range(self.shape.finish_lanes):
-            partials = []
+            states, flags_of = [], []
             for block in range(rows):
                 first = block * lanes // rows
                 own = range(first + lane, first + lanes // rows, self.shape.finish_lanes)
@@ -119,29 +119,16 @@ class WayOut(wiring.Component):
 
                 here = later(m, has_block(abreast, group[in_block:], block), 1) if rows > 1 else Const(1)
                 top = selected(tops)
-                partial = Signal(LanePartial, name=f"partial_{lane}_{block}")
+                state = Signal(State, name=f"state_{lane}_{block}")
                 m.d.comb += [
-                    partial.state.some.eq(top.any() & here),
-                    partial.state.top.eq(top - SUM_BIN_BIAS),
-                    partial.state.high.eq(selected(highs)),
-                    partial.state.low.eq(selected(lows)),
-                    partial.flags.eq(selected(flags) & here.replicate(3)),
+                    state.some.eq(top.any() & here),
+                    state.top.eq(top - SUM_BIN_BIAS),
+                    state.high.eq(selected(highs)),
+                    state.low.eq(selected(lows)),
                 ]
-                partials.append(partial)
-            m.d.comb += self.lanes[lane].eq(_sum(m, partials, lane))
+                states.append(state)
+                flags_of.append(selected(flags) & here.replicate(3))
+            state, own_flags = merge_tree(m, states, flags_of)
+            m.d.comb += [self.lanes[lane].state.eq(state), self.lanes[lane].flags.eq(own_flags)]
         m.d.sync += self.valid.eq(later(m, leaves, exact_log2(rows)))
         return m
-
-
-def _sum(m, partials, lane):
-    """The sum of partials, a cycle for every level."""
-    while len(partials) > 1:
-        level = [
-            Signal(LanePartial, reset_less=True, name=f"sum_{lane}_{len(partials)}_{n}")
-            for n in range(len(partials) // 2)
-        ]
-        for merged, a, b in zip(level, partials[::2], partials[1::2], strict=True):
-            merge_states(m, merged.state, a.state, b.state)
-            m.d.sync += merged.flags.eq(a.flags | b.flags)
-        partials = level
-    return partials[0]
