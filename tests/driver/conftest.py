@@ -1,4 +1,5 @@
-"""Devices for the driver's tests. RTL devices are shared by all tests, because a start takes its time."""
+"""Devices for the driver's tests. An RTL device is shared by the tests of a file, because a start takes its time;
+not by more of them, so that what a test meets does not depend on which files ran before."""
 
 from collections.abc import Iterator
 
@@ -8,7 +9,7 @@ from nearkv.device import Device
 from nearkv_hw.abi import Feature
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rtl_device() -> Iterator[Device]:
     with nearkv.open("rtl") as device:
         yield device
