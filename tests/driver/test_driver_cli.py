@@ -102,6 +102,8 @@ def test_an_error_is_one_message(monkeypatch, capfd, command):
         (["--model", "nowhere"], 1, "ModelNotFound: nowhere holds no model"),
         (["--device", "reference", "--wave", "run.fst"], 2, "--wave records a device's signals"),
         (["--device", "reference", "--counters"], 2, "--counters are a device's"),
+        (["--device", "reference", "--set", "channels=1"], 2, "--set configures a device"),
+        (["--device", "model", "--set", "channels"], 2, "'channels': write FIELD=VALUE"),
     ],
 )
 def test_a_run_that_cannot_start_says_why(monkeypatch, capsys, arguments, status, message):

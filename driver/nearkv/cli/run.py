@@ -20,6 +20,7 @@ from nearkv.quantise import cache_format
 
 from .counters import print_counters
 from .output import JsonOption, print_json, print_table, say
+from .overrides import SetOption, overrides_of
 
 if TYPE_CHECKING:
     from nearkv.hf.run import Report
@@ -37,6 +38,7 @@ def run(
             "attention by nearkv.reference."
         ),
     ] = "rtl",
+    overrides: SetOption = None,
     model: Annotated[
         Path | None,
         typer.Option(
@@ -101,6 +103,9 @@ def run(
         raise typer.BadParameter(f"--trace shows a device; {REFERENCE} is none: use rtl")
     if counters and device == REFERENCE:
         raise typer.BadParameter(f"--counters are a device's; {REFERENCE} is none: use rtl, cocotb or model")
+    if overrides and device == REFERENCE:
+        raise typer.BadParameter(f"--set configures a device; {REFERENCE} is none: use rtl, cocotb or model")
+    fields = overrides_of(overrides)
     console = Console(stderr=True)
     with ExitStack() as stack:
         with console.status("loading the model"):
@@ -110,7 +115,7 @@ def run(
         start = time.perf_counter()
         opened = None
         if device != REFERENCE:
-            opened = stack.enter_context(nearkv.open(device, **({"trace": True} if wave else {})))
+            opened = stack.enter_context(nearkv.open(device, **fields, **({"trace": True} if wave else {})))
             if wave:
                 opened.start_wave(wave)
             if trace:
