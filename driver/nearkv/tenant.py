@@ -100,7 +100,7 @@ class Tenant:
         self._lanes_made = 0
         self.moves = 0
         self._at_quota = False
-        owned = self._owned_extents() if self.ring.posted else []
+        owned, roots = self._owned_extents() if self.ring.posted else ([], [])
         self.extents = Extents(
             self._claim,
             extents=config.extents,
@@ -118,7 +118,7 @@ class Tenant:
         self._generations = 0
         self.was_reset = False
         if owned:
-            self._root = owned[0] * EXTENT_BYTES
+            self._root = self._find_root(owned, roots)
             self._earlier = 0
             if fresh or not self.read(one(self._root)).any():  # a session that ended as it began
                 self._write_root(0)
@@ -428,9 +428,11 @@ class Tenant:
                 )
         return completions
 
-    def _owned_extents(self) -> list[int]:
-        """The extents that an earlier session of this tenant claimed: those that answer."""
+    def _owned_extents(self) -> tuple[list[int], list[int]]:
+        """The extents that an earlier session of this tenant claimed, those that answer; and which of them
+        begin as root records do."""
         owned: list[int] = []
+        roots: list[int] = []
         count = self.ring.extent_counters()["owned"]
         for first in range(0, self.config.extents, _PROBED):
             if len(owned) == count:  # every extent that does not answer is a violation
@@ -438,7 +440,17 @@ class Tenant:
             extents = np.arange(first, min(first + _PROBED, self.config.extents), dtype=np.uint64)
             (result,) = self._port.run([Read(self.hosts(extents * np.uint64(EXTENT_BYTES)))])
             owned += extents[result.access != Access.OUTSIDE].tolist()
-        return owned
+            roots += extents[column(ROOT, "magic", result.data) == ROOT_MAGIC].tolist()
+        return owned, roots
+
+    def _find_root(self, owned: Sequence[int], roots: Sequence[int]) -> int:
+        """The address of the root record, or of where it belongs when a session wrote none yet. It is not in
+        the lowest extent where a neighbour had that one first and left."""
+        if len(roots) > 1:
+            raise ProtocolError(
+                f"tenant {self.aperture}: extents {', '.join(map(str, roots))} all begin with a root record"
+            )
+        return (roots or owned)[0] * EXTENT_BYTES
 
     def _format(self) -> int:
         """Claim the first extent and write the root record into its first line."""

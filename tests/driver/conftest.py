@@ -1,5 +1,5 @@
-"""Devices for the driver's tests. An RTL device is shared by the tests of a file, because a start takes its time;
-not by more of them, so that what a test meets does not depend on which files ran before."""
+"""Devices for the driver's tests. The tests of a file share an RTL device, as a start takes its time; files
+do not share it, so that what a test meets does not depend on which ran before."""
 
 from collections.abc import Iterator
 

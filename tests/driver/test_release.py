@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from driver_cases import context, expected, filled, same_bits, values
-from nearkv.errors import ClosedError, DeviceError, OutOfMemoryError, UnknownHandleError
+from nearkv.errors import ClosedError, DeviceError, OutOfMemoryError, ProtocolError, UnknownHandleError
 from nearkv.tenant import extent_descriptors
 from nearkv_hw.abi import LINE_BYTES, Opcode, Status
 from nearkv_hw.abi.config import EXTENT_BYTES, SCRUB_INTERVAL_CYCLES
@@ -144,3 +144,27 @@ def test_caches_that_come_and_go_take_no_more_and_more_memory():
                 assert same_bits(kv.read(handle, layer=0)[0], rows[0])
             assert device.memory().free_bytes == 0
         assert device.stats().scrub_lines >= 20 * EXTENT_LINES
+
+
+def test_a_tenant_is_found_again_with_extents_below_its_first():
+    """They were a neighbour's when it came, and are its own since that one left."""
+    with nearkv.open("model", capacity_bytes=8 << 20) as device:
+        device.kv_cache(**SHAPE)
+        kv = device.kv_cache(**SHAPE, tenant=1)
+        rows = context(20, 2, 24, 24, seed=1)
+        filled(kv, [rows])
+        tenant = device._tenant(1)
+        device.release(0)
+        tenant.ring.wait_for_scrub()
+        for sessions in range(1, 4):
+            (kv,) = device.recover(1)
+            assert len(kv.sequences) == sessions
+            assert same_bits(kv.read(kv.sequences[0], layer=0)[0], rows[0])
+            filled(kv, [context(8_000, 2, 24, 24, seed=2)])
+        tenant = device._tenant(1)
+        below = min(tenant._owned) * EXTENT_BYTES
+        assert below < tenant._root
+        root = tenant.read(np.array([tenant._root], np.uint64))
+        tenant.run([tenant.write(np.array([below], np.uint64), root)])
+        with pytest.raises(ProtocolError, match="tenant 1: extents 0, 1 all begin with a root record"):
+            device.recover(1)

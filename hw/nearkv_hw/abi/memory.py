@@ -129,7 +129,7 @@ ROOT = Layout(
     Field("first_cache", 64, "device address of the first cache record, zero for none"),
     Field("generations", 64, "prefixes that were ever published"),
 )
-"""The first line of a tenant's first extent: where a second host starts to read."""
+"""The first line of the extent that a tenant claimed first: where a second host starts to read."""
 
 DENOMINATOR = Layout(
     "denominator line",
