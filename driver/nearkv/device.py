@@ -310,7 +310,8 @@ class Device:
         DeviceTimeoutError, LinkError : when the device does not answer.
         """
         self._check_open()
-        self._tenant(0).ring.wait_for_scrub()
+        anyone = next(iter(self._tenants.values()), None)
+        (anyone or self._tenant(0)).ring.wait_for_scrub()
 
     def memory(self, tenant: int = 0) -> MemoryUse:
         """What a tenant's memory holds, as this driver has placed it."""

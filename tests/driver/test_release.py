@@ -153,9 +153,8 @@ def test_a_tenant_is_found_again_with_extents_below_its_first():
         kv = device.kv_cache(**SHAPE, tenant=1)
         rows = context(20, 2, 24, 24, seed=1)
         filled(kv, [rows])
-        tenant = device._tenant(1)
         device.release(0)
-        tenant.ring.wait_for_scrub()
+        device.wait_for_scrub()
         for sessions in range(1, 4):
             (kv,) = device.recover(1)
             assert len(kv.sequences) == sessions
