@@ -216,11 +216,9 @@ class Call:
             return False
         return sight.positions is None and sight.ranges is None and not sight.select_pages
 
-    def first_row(self, lengths: Bounds) -> Bounds:
-        """The first row that each sequence's query sees of so many."""
-        if self._window is None:
-            return np.zeros_like(lengths)
-        return np.maximum(lengths - self._window, 0)
+    def first_row(self, length: int) -> int:
+        """The first row that a sequence's query sees of so many."""
+        return 0 if self._window is None else max(length - self._window, 0)
 
     @property
     def on_units(self) -> bool:
@@ -507,7 +505,8 @@ class Call:
 
     def _shaped(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is said of queries [batch * query_rows, q_heads, ...], as q has them, beside q."""
-        tensor = tensor.to(self._q.device)
+        if not self._q.is_cpu:
+            tensor = tensor.to(self._q.device)
         return tensor.view(*self._q.shape[:2], *tensor.shape[1:]) if self._q.dim() == 4 else tensor
 
     def _shaped_partial(self, partial: Partial) -> Partial:

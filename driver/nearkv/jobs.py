@@ -82,7 +82,7 @@ class Prepared:
     extensions: Lines | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Posting:
     """A batch as it is posted.
 
@@ -100,7 +100,7 @@ class _Posting:
     descriptors: Lines
     extensions: Lines | None
     program: list[Operation]
-    reads: list[Operation]
+    reads: list[Read]
     selected: Addresses
     rows: int
 
@@ -248,7 +248,7 @@ class Jobs:
         tenant, layout, selected = self._tenant, self._layout, posting.selected
         count, query_rows, q_heads = batch.q.shape[:3]
         self._totals.add(completions)
-        if completions.failed.size:
+        if not completions.ok:
             self._raise_failed(completions, posting.descriptors, batch)
         self._totals.add_products(posting.rows * query_rows * q_heads, layout.head_dim, layout.value_dim)
         chosen = None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,7 @@ from .errors import ClosedError, DeviceTimeoutError, ProtocolError
 from .queued_port import Programs
 
 _PHASE = COMPLETION.offset("phase")
-_OK = np.uint8(Status.OK)
+_OK = int(Status.OK)
 _FENCE = Fence()
 _INDEX_MASK = (1 << DOORBELL["tail"].width) - 1
 _TIMEOUT_CYCLES = 1_000_000
@@ -66,11 +65,22 @@ class Completions:
         """A field of the records, one number per descriptor."""
         return column(COMPLETION, name, self.records)
 
+    def total(self, name: str) -> int:
+        """The sum of a field."""
+        # of the few records that most batches have, a list's sum takes a third of an array's
+        total: int = sum(self.of(name).tolist())
+        return total
+
+    @property
+    def ok(self) -> bool:
+        """Whether all descriptors ended with OK."""
+        found: int = self.of("status").tolist().count(_OK)
+        return found == len(self.records)
+
     @property
     def failed(self) -> npt.NDArray[np.intp]:
         """Which descriptors did not end with OK."""
-        failed: npt.NDArray[np.intp] = (self.of("status") != _OK).nonzero()[0]
-        return failed
+        return np.flatnonzero(self.of("status") != _OK)
 
 
 class CommandRing:
@@ -136,7 +146,7 @@ class CommandRing:
         *,
         extensions: npt.NDArray[np.uint8] | None = None,
         before: Sequence[Operation] = (),
-        after: Sequence[Operation] = (),
+        after: Sequence[Read] = (),
         streamed_lines: int = 0,
     ) -> tuple[Completions, list[ReadResult]]:
         """Post descriptors, more than the ring holds if need be, and wait for all of them.
@@ -146,12 +156,12 @@ class CommandRing:
         descriptors : uint8 [n, 64], n at least 1; their tags are set here.
         extensions : the second lines of their slots, where they have any.
         before : operations that everything in the batch depends on.
-        after : operations once all descriptors are complete.
+        after : reads once all descriptors are complete.
         streamed_lines : an estimate of the lines that the batch streams, for the time it is given.
 
         Returns
         -------
-        The completions, and the results of the `Read` operations in `after`.
+        The completions, and the results of `after`.
 
         Raises
         ------
@@ -178,13 +188,17 @@ class CommandRing:
         What `run` raises.
         """
         ticket, post = self._prepare(descriptors, extensions, before, streamed_lines)
-        with self._unless_hung(ticket):
+        self._unfinished = True
+        try:
             ticket.rung = _cycles_of(self._port.run(post)[-1])
+        except DeviceTimeout as error:
+            raise self._hung(ticket, error) from error
+        self._unfinished = False
         self._outstanding.append(ticket)
         return ticket
 
-    def wait(self, ticket: Ticket, after: Sequence[Operation] = ()) -> tuple[Completions, list[ReadResult]]:
-        """Wait for what was posted; the completions, and the results of `Read` operations in `after`.
+    def wait(self, ticket: Ticket, after: Sequence[Read] = ()) -> tuple[Completions, list[ReadResult]]:
+        """Wait for what was posted; the completions, and the results of `after`.
 
         Raises
         ------
@@ -253,12 +267,13 @@ class CommandRing:
         self._check_usable()
         count, slots = len(descriptors), self._config.ring_slots
         timeout = _TIMEOUT_CYCLES + _TIMEOUT_CYCLES_PER_LINE * streamed_lines
-        column(ATTEND, "tag", descriptors)[:] = _tags(self.posted, self.posted + count)
+        tags = column(ATTEND, "tag", descriptors)
+        tags[:] = np.arange(self.posted, self.posted + count)  # of that their lowest bits
         parts: list[Completions] = []
         for begin in range(0, count, slots):
             end = min(begin + slots, count)
             self._make_room(end - begin)
-            ticket = Ticket(self.posted, self.posted + end - begin, timeout, parts)
+            ticket = Ticket(self.posted, self.posted + end - begin, timeout, parts, tags[begin:end])
             post = self._posting(
                 ticket,
                 descriptors[begin:end],
@@ -289,29 +304,28 @@ class CommandRing:
         if extensions is not None:
             program.append(Write(places + np.uint64(LINE_BYTES), extensions))
         line = np.zeros((1, LINE_BYTES), np.uint8)
-        column(DOORBELL, "tail", line)[:] = ticket.end & _INDEX_MASK
+        column(DOORBELL, "tail", line)[0] = ticket.end & _INDEX_MASK
         return [*program, _FENCE, self._read_cycles, Write(self._doorbell, line)]
 
     def _complete(
-        self, ticket: Ticket, post: Sequence[Operation], after: Sequence[Operation]
+        self, ticket: Ticket, post: Sequence[Operation], after: Sequence[Read]
     ) -> tuple[Completions, list[ReadResult]]:
         """Post if need be, and wait: completions, and the results of `after`."""
-        wait = [
+        wait: list[Operation] = [
             self._poll(ticket.end - 1, ticket.timeout),
             self._read_cycles,
             Read(self._of_ticket(ticket, self._completions)),
             *after,
         ]
-        with self._unless_hung(ticket):
-            try:
-                results = self._port.run([*post, *wait])
-                if post:
-                    results = results[-3 - sum(isinstance(one, Read) for one in after) :]
-                    ticket.rung = _cycles_of(results.pop(0))
-            except DeviceTimeout:
-                if post:
-                    ticket.rung = _cycles_of(self._read_counters()[0]) - ticket.timeout
-                results = self._wait_on(wait)
+        self._unfinished = True
+        try:
+            results = self._port.run([*post, *wait])
+            if post:
+                results = results[-3 - len(after) :]
+                ticket.rung = _cycles_of(results.pop(0))
+        except DeviceTimeout:
+            results = self._late(ticket, wait, posted_now=bool(post))
+        self._unfinished = False
         done, records, *others = results
         self._note(ticket, _cycles_of(done), records.data, posted_before=not post)
         assert ticket.completions is not None
@@ -324,7 +338,7 @@ class CommandRing:
         self._check_records(ticket, records)
         cycles = done - max(ticket.rung, self._last_done)
         if posted_before:  # nobody looked when the last one was complete
-            cycles = min(cycles, int(column(COMPLETION, "cycles", records).sum(dtype=np.int64)))
+            cycles = min(cycles, Completions(records, 0).total("cycles"))
         self._last_done = done
         ticket.completions = _joined([*ticket.parts, Completions(records, cycles)])
         self.completed = max(self.completed, ticket.end)
@@ -332,19 +346,27 @@ class CommandRing:
             self._outstanding = [one for one in self._outstanding if one is not ticket]
         self.on_complete()
 
-    @contextmanager
-    def _unless_hung(self, ticket: Ticket) -> Iterator[None]:
-        """The ring takes no more work after a program that did not end."""
-        self._unfinished = True
+    def _late(self, ticket: Ticket, wait: Sequence[Operation], *, posted_now: bool) -> list[ReadResult]:
+        """The results of what waits for a ticket, after the time that it was given.
+
+        Raises
+        ------
+        DeviceTimeoutError : when the device does nothing any more.
+        """
         try:
-            yield
+            if posted_now:
+                ticket.rung = _cycles_of(self._read_counters()[0]) - ticket.timeout
+            return self._wait_on(wait)
         except DeviceTimeout as error:
-            self.on_hang()
-            raise DeviceTimeoutError(
-                f"{ticket.end - ticket.first} descriptors of tenant {self._aperture} are not complete, and "
-                f"the device does nothing any more ({error}); close the device and open it again"
-            ) from error
-        self._unfinished = False
+            raise self._hung(ticket, error) from error
+
+    def _hung(self, ticket: Ticket, error: DeviceTimeout) -> DeviceTimeoutError:
+        """What is raised when a program did not end; the ring takes no more work then."""
+        self.on_hang()
+        return DeviceTimeoutError(
+            f"{ticket.end - ticket.first} descriptors of tenant {self._aperture} are not complete, and "
+            f"the device does nothing any more ({error}); close the device and open it again"
+        )
 
     def _check_usable(self) -> None:
         if self._unfinished:
@@ -390,20 +412,21 @@ class CommandRing:
 
     def _check_records(self, ticket: Ticket, records: Lines) -> None:
         """ProtocolError when records are not those of a ticket's descriptors: each has its tag and phase."""
-        slots = self._config.ring_slots
-        phase = records[:, _PHASE // 8] & 1
-        phase[slots - ticket.first % slots :] ^= 1  # the ring's next lap
-        stale = phase != completion_phase(self._config, ticket.first)
-        tags = column(COMPLETION, "tag", records)
-        if np.count_nonzero(stale | (tags != _tags(ticket.first, ticket.end))):
+        first, count = ticket.first, len(records)
+        own = min(count, self._config.ring_slots - first % self._config.ring_slots)
+        phase = completion_phase(self._config, first)
+        phases = bytes((phase,)) * own + bytes((phase ^ 1,)) * (count - own)  # those of the ring's next lap
+        found, tags = records[:, _PHASE // 8], column(COMPLETION, "tag", records)
+        if found.tobytes() != phases or tags.tobytes() != ticket.tags.tobytes():
             self._unfinished = True
+            stale = np.flatnonzero(found != np.frombuffer(phases, np.uint8))
             raise ProtocolError(
-                f"tenant {self._aperture}: records {np.flatnonzero(stale).tolist()} of completions are old, "
-                f"or the tags {tags.tolist()} are not those of descriptors {ticket.first} to {ticket.end - 1}"
+                f"tenant {self._aperture}: records {stale.tolist()} of completions are old, "
+                f"or the tags {tags.tolist()} are not those of descriptors {first} to {ticket.end - 1}"
             )
 
 
-@dataclass
+@dataclass(slots=True)
 class Ticket:
     """Descriptors that were posted together.
 
@@ -412,6 +435,7 @@ class Ticket:
     first, end : their numbers since reset.
     timeout : cycles that they are given.
     parts : what came before them in the same batch and is complete.
+    tags : what they carry of their numbers.
     rung : the device's cycle when they were posted.
     completions : what all of the batch came to, once somebody waited for it.
     """
@@ -420,6 +444,7 @@ class Ticket:
     end: int
     timeout: int
     parts: list[Completions]
+    tags: npt.NDArray[np.uint32]
     rung: int = 0
     completions: Completions | None = None
 
@@ -429,11 +454,6 @@ def _joined(parts: list[Completions]) -> Completions:
     if len(parts) == 1:
         return parts[0]
     return Completions(np.concatenate([part.records for part in parts]), sum(part.cycles for part in parts))
-
-
-def _tags(first: int, end: int) -> npt.NDArray[np.uint64]:
-    """What descriptors carry of their numbers."""
-    return np.arange(first, end, dtype=np.uint64) & np.uint64(_INDEX_MASK)
 
 
 def _cycles_of(counters: ReadResult) -> int:
