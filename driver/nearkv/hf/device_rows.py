@@ -74,8 +74,9 @@ class DeviceRows(RowStore):
         self._row_bytes = shape.kv_heads * cache.row_bytes
         self._prompts_on_host = prompts_on_host and not self.narrow
         self._prompt: dict[int, tuple[Tensor, Tensor | None]] = {}
-        # new rows wait for the attention that follows them: both are one program
-        self._waiting: dict[int, tuple[Tensor, Tensor | None]] = {}
+        # New rows wait for the attention that follows them: both are one program. With them goes how many
+        # rows each sequence has then.
+        self._waiting: dict[int, tuple[Tensor, Tensor | None, list[int]]] = {}
         self.sequences: list[Sequence] = []
         # Sequences of stores that nobody has any more. A collection may come in the middle of a call on the
         # device, so they are only noted, and freed with the next rows.
@@ -95,13 +96,14 @@ class DeviceRows(RowStore):
             self._prompt[layer] = (k, v)
             self.cache.append(self.sequences, layer=layer, k=k, v=v)
         else:
-            self._waiting[layer] = (k, v)
+            lengths = [length + k.shape[1] for length in self._lengths(layer)]
+            self._waiting[layer] = (k, v, lengths)
 
     def _flush(self, layer: int | None = None) -> None:
         """Append what waits for its attention, of a layer or of all."""
         for one in [layer] if layer is not None else list(self._waiting):
             if one in self._waiting:
-                k, v = self._waiting.pop(one)
+                k, v, _ = self._waiting.pop(one)
                 self.cache.append(self.sequences, layer=one, k=k, v=v)
 
     def _attend(self, layer: int, q: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
@@ -113,23 +115,17 @@ class DeviceRows(RowStore):
             "softcap": scoring.softcap,
             **self._sight(layer, q, visible, scoring.window),
         }
-        one = q.shape[1] == 1
         self.device_calls += 1
-        if one:
+        if q.shape[1] == 1:
             seen = options.get("rows")
             rows = sum(self._lengths(layer)) if seen is None else sum(end - begin for begin, end in seen)
             self.kv_bytes += rows * self._row_bytes
-            q = q[:, 0]
-        out: Tensor | None = None
-        if layer in self._waiting:
-            out = self._appended(layer, q, options)
-        if out is None:
-            out = self.cache.attend(self.sequences, layer=layer, q=q, **options)
-        return out[:, None] if one else out
+        out = self._appended(layer, q, options) if layer in self._waiting else None
+        return self.cache.attend(self.sequences, layer=layer, q=q, **options) if out is None else out
 
     def _appended(self, layer: int, q: Tensor, options: dict[str, Any]) -> Tensor | None:
         """Rows and their attention in one program; None where the device cannot, and rows alone are in."""
-        k, v = self._waiting[layer]
+        k, v, _ = self._waiting[layer]
         try:
             out: Tensor = self.cache.append_attend(self.sequences, layer=layer, k=k, v=v, q=q, **options)
         except ArgumentError:  # with nothing done: what the host has to work out is one
@@ -188,9 +184,9 @@ class DeviceRows(RowStore):
 
     def _lengths(self, layer: int) -> list[int]:
         """Rows of each sequence, those included that wait."""
-        waiting = self._waiting.get(layer)
-        more = 0 if waiting is None else waiting[0].shape[1]
-        return [self.cache.length(sequence, layer) + more for sequence in self.sequences]
+        if layer in self._waiting:
+            return self._waiting[layer][2]
+        return [self.cache.length(sequence, layer) for sequence in self.sequences]
 
     @property
     def batch(self) -> int:
