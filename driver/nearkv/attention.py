@@ -216,6 +216,11 @@ class Call:
             return False
         return sight.positions is None and sight.ranges is None and not sight.select_pages
 
+    @property
+    def windowed(self) -> bool:
+        """Whether it has a window."""
+        return self._window is not None
+
     def first_row(self, length: int) -> int:
         """The first row that a sequence's query sees of so many."""
         return 0 if self._window is None else max(length - self._window, 0)
@@ -270,10 +275,11 @@ class Call:
         if self._partial:
             partial = self._shaped_partial(partial_of(finished, held.value_dim))
             return partial if pages is None else (partial, pages)
-        values = values_of(finished, held.value_dim, dtype)
+        out = values_of(finished, self._q.shape[:-1], held.value_dim, dtype)
         if wide and v_scale is not None:
-            values = host_attention.scaled(values, v_scale, self._out_dtype)
-        out = self._shaped(values)
+            out = host_attention.scaled(out, v_scale, self._out_dtype)
+        if not self._q.is_cpu:
+            out = out.to(self._q.device)
         if self._return_lse:
             lse = self._shaped(log_sum_exp_of(finished))
             return (out, lse) if pages is None else (out, lse, pages)
@@ -505,8 +511,7 @@ class Call:
 
     def _shaped(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is said of queries [batch * query_rows, q_heads, ...], as q has them, beside q."""
-        if not self._q.is_cpu:
-            tensor = tensor.to(self._q.device)
+        tensor = tensor.to(self._q.device)
         return tensor.view(*self._q.shape[:2], *tensor.shape[1:]) if self._q.dim() == 4 else tensor
 
     def _shaped_partial(self, partial: Partial) -> Partial:

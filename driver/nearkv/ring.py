@@ -68,7 +68,7 @@ class Completions:
     def total(self, name: str) -> int:
         """The sum of a field."""
         # of the few records that most batches have, a list's sum takes a third of an array's
-        total: int = sum(self.of(name).tolist())
+        total: int = sum(column(COMPLETION, name, self.records).tolist())
         return total
 
     @property
@@ -133,7 +133,8 @@ class CommandRing:
         if not self.posted:
             return
         try:
-            self._wait_on([self._poll(self.posted - 1, _TIMEOUT_CYCLES)])
+            last = self.posted - 1
+            self._wait_on([self._poll(last, self._phases(last, 1)[0], _TIMEOUT_CYCLES)])
         except DeviceTimeout as error:
             raise DeviceTimeoutError(
                 f"what an earlier session of tenant {self._aperture} posted is not complete, and the device "
@@ -206,7 +207,8 @@ class CommandRing:
         """
         if ticket.completions is None:
             return self._complete(ticket, [], after)
-        self._check_usable()
+        if self._unfinished:
+            raise self._unusable()
         return ticket.completions, self._port.run(after) if after else []
 
     def is_complete(self, ticket: Ticket) -> bool:
@@ -264,7 +266,8 @@ class CommandRing:
         streamed_lines: int,
     ) -> tuple[Ticket, list[Operation]]:
         """The operations that post what the ring has room for; what comes before is complete then."""
-        self._check_usable()
+        if self._unfinished:
+            raise self._unusable()
         count, slots = len(descriptors), self._config.ring_slots
         timeout = _TIMEOUT_CYCLES + _TIMEOUT_CYCLES_PER_LINE * streamed_lines
         tags = column(ATTEND, "tag", descriptors)
@@ -272,8 +275,17 @@ class CommandRing:
         parts: list[Completions] = []
         for begin in range(0, count, slots):
             end = min(begin + slots, count)
-            self._make_room(end - begin)
-            ticket = Ticket(self.posted, self.posted + end - begin, timeout, parts, tags[begin:end])
+            if self._outstanding:
+                self._make_room(end - begin)
+            first = self.posted
+            ticket = Ticket(
+                first=first,
+                end=first + end - begin,
+                timeout=timeout,
+                parts=parts,
+                tags=tags[begin:end],
+                phases=self._phases(first, end - begin),
+            )
             post = self._posting(
                 ticket,
                 descriptors[begin:end],
@@ -312,7 +324,7 @@ class CommandRing:
     ) -> tuple[Completions, list[ReadResult]]:
         """Post if need be, and wait: completions, and the results of `after`."""
         wait: list[Operation] = [
-            self._poll(ticket.end - 1, ticket.timeout),
+            self._poll(ticket.end - 1, ticket.phases[-1], ticket.timeout),
             self._read_cycles,
             Read(self._of_ticket(ticket, self._completions)),
             *after,
@@ -368,12 +380,11 @@ class CommandRing:
             f"the device does nothing any more ({error}); close the device and open it again"
         )
 
-    def _check_usable(self) -> None:
-        if self._unfinished:
-            raise ClosedError(
-                f"tenant {self._aperture}: an earlier batch never ended; take over what is committed with "
-                "recover(), or open the device again"
-            )
+    def _unusable(self) -> ClosedError:
+        return ClosedError(
+            f"tenant {self._aperture}: an earlier batch never ended; take over what is committed with "
+            "recover(), or open the device again"
+        )
 
     def _of_ticket(self, ticket: Ticket, of_slots: Addresses) -> Addresses:
         """Of addresses, one for each slot, those of a ticket's descriptors."""
@@ -382,10 +393,16 @@ class CommandRing:
         own = of_slots[begin : begin + count]
         return own if len(own) == count else np.concatenate([own, of_slots[: count - len(own)]])
 
-    def _poll(self, index: int, timeout: int) -> Poll:
+    def _phases(self, first: int, count: int) -> bytes:
+        """The phase of the record of each of so many descriptors."""
+        phase, slots = completion_phase(self._config, first), self._config.ring_slots
+        own = min(count, slots - first % slots)  # then comes the ring's next lap
+        return bytes((phase,)) * own + bytes((phase ^ 1,)) * (count - own)
+
+    def _poll(self, index: int, phase: int, timeout: int) -> Poll:
         """Wait for the completion record of a descriptor."""
         address = int(self._completions[index % len(self._completions)])
-        return Poll(address, 1 << _PHASE, completion_phase(self._config, index) << _PHASE, timeout)
+        return Poll(address, 1 << _PHASE, phase << _PHASE, timeout)
 
     def _wait_on(self, wait: Sequence[Operation]) -> list[ReadResult]:
         """Wait for a batch that is late, as long as the device makes progress on anybody's work."""
@@ -412,17 +429,13 @@ class CommandRing:
 
     def _check_records(self, ticket: Ticket, records: Lines) -> None:
         """ProtocolError when records are not those of a ticket's descriptors: each has its tag and phase."""
-        first, count = ticket.first, len(records)
-        own = min(count, self._config.ring_slots - first % self._config.ring_slots)
-        phase = completion_phase(self._config, first)
-        phases = bytes((phase,)) * own + bytes((phase ^ 1,)) * (count - own)  # those of the ring's next lap
-        found, tags = records[:, _PHASE // 8], column(COMPLETION, "tag", records)
-        if found.tobytes() != phases or tags.tobytes() != ticket.tags.tobytes():
+        phases, tags = records[:, _PHASE // 8], column(COMPLETION, "tag", records)
+        if phases.tobytes() != ticket.phases or tags.tobytes() != ticket.tags.tobytes():
             self._unfinished = True
-            stale = np.flatnonzero(found != np.frombuffer(phases, np.uint8))
+            stale = np.flatnonzero(phases != np.frombuffer(ticket.phases, np.uint8))
             raise ProtocolError(
                 f"tenant {self._aperture}: records {stale.tolist()} of completions are old, "
-                f"or the tags {tags.tolist()} are not those of descriptors {first} to {ticket.end - 1}"
+                f"or the tags {tags.tolist()} are not those of descriptors {ticket.first} to {ticket.end - 1}"
             )
 
 
@@ -435,7 +448,8 @@ class Ticket:
     first, end : their numbers since reset.
     timeout : cycles that they are given.
     parts : what came before them in the same batch and is complete.
-    tags : what they carry of their numbers.
+    tags : what they and their records carry of their numbers.
+    phases : of their records.
     rung : the device's cycle when they were posted.
     completions : what all of the batch came to, once somebody waited for it.
     """
@@ -445,6 +459,7 @@ class Ticket:
     timeout: int
     parts: list[Completions]
     tags: npt.NDArray[np.uint32]
+    phases: bytes
     rung: int = 0
     completions: Completions | None = None
 

@@ -266,12 +266,14 @@ class Sequences:
 
     def batch(self, sequences: Many[Sequence], layer: int, *, distinct: bool = False) -> list[PageTable]:
         """The page tables of a batch in a layer; with `distinct`, an error when a sequence stands twice."""
-        if not isinstance(sequences, Many):
+        if not isinstance(sequences, (list, tuple, Many)):  # what most are is found faster by its name
             raise DtypeError(f"a batch is a list of sequences, not {type(sequences).__name__}")
-        tables = [self.table(sequence, layer) for sequence in sequences]
+        tables = []
+        for sequence in sequences:
+            tables.append(self.table(sequence, layer))
         if not tables:
             raise ShapeError("the batch has no sequence, must have at least one")
-        if distinct and len({id(table) for table in tables}) != len(tables):
+        if distinct and len(tables) > 1 and len({id(table) for table in tables}) != len(tables):
             raise ArgumentError(
                 f"{[s.slot for s in sequences]} names a sequence twice: rows would have no order"
             )

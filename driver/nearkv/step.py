@@ -75,6 +75,7 @@ class Step:
         self._batch = call.batch(table_addresses(tables))
         self._prepared = jobs.prepare(self._batch)
         plan = self._prepared.plan
+        self._moves = plan.moves
         self._places = np.concatenate([tenant.hosts(self._batch.tables), plan.query_places])
         self._lay_out(given)
 
@@ -102,16 +103,17 @@ class Step:
     @property
     def outdated(self) -> bool:
         """Whether the areas that it names went elsewhere."""
-        return self._prepared.plan.moves != self._tenant.moves
+        return self._moves != self._tenant.moves
 
     def fits(self) -> bool:
         """Whether each table has room in a last page that no other table has, and all its rows."""
-        if self.outdated:
+        if self._moves != self._tenant.moves:
             return False
+        shared = self._pages.shared
         for table in self.tables:
             if not table.committed % self._page_rows or table.committed >= MAX_ROWS or table.released[1]:
                 return False
-            if self._pages.shared:
+            if shared:
                 last = table.page_addresses(table.pages - 1, table.pages)
                 if self._pages.shares(last).any():
                     return False
@@ -132,20 +134,22 @@ class Step:
         for into, one in zip(self._into, numbers, strict=True):
             into.copy_(one.detach() if one.requires_grad else one)
         ends = [table.committed + 1 for table in self.tables]
-        begins = [self._call.first_row(end) for end in ends]
+        rows = sum(ends)
         self._committed[:] = ends
-        self._row_begin[:] = begins
         self._row_end[:] = ends
+        if self._call.windowed:
+            begins = [self._call.first_row(end) for end in ends]
+            rows -= sum(begins)
+            self._row_begin[:] = begins
         # what is posted is never changed afterwards: each token has lines of its own
         lines = self._lines.copy()
-        rows, others, descriptors = self._parts
+        of_rows, others, descriptors = self._parts
         program: list[Operation] = [
-            Write(self._row_places(), lines[rows]),
+            Write(self._row_places(), lines[of_rows]),
             _FENCE,
             Write(self._places, lines[others]),
         ]
-        seen = sum(ends) - sum(begins)
-        finished = self._jobs.run_prepared(self._batch, self._prepared, lines[descriptors], program, seen)
+        finished = self._jobs.run_prepared(self._batch, self._prepared, lines[descriptors], program, rows)
         return self._call.answer(finished)
 
     def done(self) -> None:
@@ -200,7 +204,7 @@ class Steps:
         key: list[Any] = [layer, *map(id, tables), *options]
         for one in given:
             if isinstance(one, torch.Tensor):
-                key += one.shape, one.dtype, one.device, one.layout
+                key += one.shape, one.dtype, one.layout, one.is_cpu or one.device
             elif one is not None:
                 return None
         for value in options.values():

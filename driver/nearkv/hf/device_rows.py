@@ -91,7 +91,8 @@ class DeviceRows(RowStore):
         if len(self.sequences) != k.shape[0]:
             raise ValueError(f"the cache holds {len(self.sequences)} sequences, got rows of {k.shape[0]}")
         self._prompt.pop(layer, None)
-        self._flush(layer)
+        if layer in self._waiting:
+            self._flush(layer)
         if self._prompts_on_host and k.shape[1] > 1 and self.rows(layer) == 0:
             self._prompt[layer] = (k, v)
             self.cache.append(self.sequences, layer=layer, k=k, v=v)
