@@ -259,7 +259,9 @@ class Sequences:
 
     def table(self, sequence: Sequence, layer: int) -> PageTable:
         """The page table of a handle in a layer."""
-        tables = self.tables(sequence)
+        tables = sequence._tables if isinstance(sequence, Sequence) and sequence._owner is self else None
+        if tables is None:
+            tables = self.tables(sequence)  # which says why there are none
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self._layers:
             raise UnknownHandleError(f"layer={layer!r}: the cache has layers 0 to {self._layers - 1}")
         return tables[layer]

@@ -65,13 +65,14 @@ class Step:
         self._jobs = jobs
         self.tables = list(tables)
         self._call = call
+        self._windowed = call.windowed
         self._page_rows, areas, _, lines = addresses.one_row.shape
         count, heads = len(tables), tables[0].heads
         self._at: list[tuple[int, int]] = [(-1, -1)] * count
         """Page of each table's next row, and the table's changes when `_base` was found."""
         self._base = np.zeros((count, areas * heads * lines), np.uint64)
         """Where the first row of that page is."""
-        self._offsets = np.zeros(count, np.uint64)
+        self._offsets = np.zeros((count, 1), np.uint64)
         self._batch = call.batch(table_addresses(tables))
         self._prepared = jobs.prepare(self._batch)
         plan = self._prepared.plan
@@ -97,8 +98,12 @@ class Step:
         self._row_end = column(ATTEND, "row_end", descriptors).T
         k, v, q = given
         areas = rows.reshape(count, 1 if v is None else 2, self.tables[0].heads, -1)
-        self._into = [_numbers_in(areas[:, area], one) for area, one in enumerate((k, v)) if one is not None]
-        self._into.append(_numbers_in(queries.reshape(*self._batch.q.shape[:3], -1), q))
+        self._into = (
+            _numbers_in(areas[:, 0], k),
+            None if v is None else _numbers_in(areas[:, 1], v),
+            _numbers_in(queries.reshape(*self._batch.q.shape[:3], -1), q),
+        )
+        """What is given, as it lies in the lines."""
 
     @property
     def outdated(self) -> bool:
@@ -130,14 +135,14 @@ class Step:
         ------
         DeviceError, AccessError : the rows are there then, the result is not.
         """
-        numbers = (one for one in given if one is not None)
-        for into, one in zip(self._into, numbers, strict=True):
-            into.copy_(one.detach() if one.requires_grad else one)
+        for into, one in zip(self._into, given, strict=True):
+            if into is not None and one is not None:
+                into.copy_(one.detach() if one.requires_grad else one)
         ends = [table.committed + 1 for table in self.tables]
         rows = sum(ends)
         self._committed[:] = ends
         self._row_end[:] = ends
-        if self._call.windowed:
+        if self._windowed:
             begins = [self._call.first_row(end) for end in ends]
             rows -= sum(begins)
             self._row_begin[:] = begins
@@ -167,8 +172,8 @@ class Step:
                 self._base[index] = self._tenant.hosts(first).reshape(-1)
                 self._at[index] = page, table.changes
             offsets.append(within * self._addresses.one_pitch)
-        self._offsets[:] = offsets
-        places: Addresses = (self._base + self._offsets[:, None]).reshape(-1)
+        self._offsets[:, 0] = offsets
+        places: Addresses = (self._base + self._offsets).reshape(-1)
         return places
 
 

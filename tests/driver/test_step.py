@@ -169,6 +169,38 @@ def test_every_geometry(monkeypatch: pytest.MonkeyPatch, geometry: dict[str, Any
     pair.close()
 
 
+def test_tensors_of_every_mode_and_kind(pair: Pair) -> None:
+    """A step that was prepared in inference mode takes tensors of others, also those that want gradients; and
+    codes, which have the type of none that were numbers."""
+    print(f"seed {SEED}")
+    torch.manual_seed(SEED)
+    sequences = pair.both(lambda kv: [kv.sequence() for _ in range(2)])
+    for index in range(24):
+        with torch.inference_mode(index < 6 or index % 5 == 0):
+            given = token(2)
+            if index % 4 == 1:
+                given = {name: x.clone().requires_grad_(not x.is_inference()) for name, x in given.items()}
+            if index % 4 == 2:
+                given |= {name: given[name].view(torch.int16) for name in ("k", "v")}
+            if index % 4 == 3:
+                given["q"] = given["q"][:, None]
+            decode(pair, sequences, given)
+    assert pair.steps > 12
+    for step in pair.caches[0]._steps._kept.values():
+        assert step is None or not any(into is not None and into.requires_grad for into in step._into)
+
+
+def test_options_that_python_calls_equal_are_not(pair: Pair) -> None:
+    print(f"seed {SEED}")
+    torch.manual_seed(SEED)
+    sequences = pair.both(lambda kv: [kv.sequence()])
+    for index in range(48):
+        decode(pair, sequences, token(1), scale=(0.0, -0.0, 1.0, 1, True, None)[index % 6])
+    kept = [key for key, step in pair.caches[0]._steps._kept.items() if step is not None]
+    assert len(kept) == 6
+    assert pair.steps
+
+
 def test_what_was_posted_never_changes(pair: Pair) -> None:
     """A port may keep a program: the next token has lines of its own."""
     torch.manual_seed(SEED)

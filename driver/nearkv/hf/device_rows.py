@@ -97,8 +97,8 @@ class DeviceRows(RowStore):
             self._prompt[layer] = (k, v)
             self.cache.append(self.sequences, layer=layer, k=k, v=v)
         else:
-            lengths = [length + k.shape[1] for length in self._lengths(layer)]
-            self._waiting[layer] = (k, v, lengths)
+            more = k.shape[1]
+            self._waiting[layer] = (k, v, [length + more for length in self._lengths(layer)])
 
     def _flush(self, layer: int | None = None) -> None:
         """Append what waits for its attention, of a layer or of all."""
@@ -114,8 +114,11 @@ class DeviceRows(RowStore):
             "scale": scoring.scale,
             "sinks": scoring.sinks,
             "softcap": scoring.softcap,
-            **self._sight(layer, q, visible, scoring.window),
         }
+        if scoring.window is not None:
+            options["window"] = scoring.window
+        if visible is not None:
+            options |= self._sight(layer, q, visible, scoring.window)
         self.device_calls += 1
         if q.shape[1] == 1:
             seen = options.get("rows")
@@ -135,22 +138,19 @@ class DeviceRows(RowStore):
         del self._waiting[layer]
         return out
 
-    def _sight(self, layer: int, q: Tensor, visible: Tensor | None, window: int | None) -> dict[str, Any]:
-        """What `KVCache.attend` is told of who sees what: as little as says it."""
-        said: dict[str, Any] = {} if window is None else {"window": window}
-        if visible is None:
-            return said
+    def _sight(self, layer: int, q: Tensor, visible: Tensor, window: int | None) -> dict[str, Any]:
+        """What `KVCache.attend` is told of `visible`: as little as says it."""
         if q.shape[1] == 1:
             ranges = row_ranges(visible[:, 0])
-            return {**said, "visible": visible[:, 0]} if ranges is None else {**said, "rows": ranges}
+            return {"visible": visible[:, 0]} if ranges is None else {"rows": ranges}
         seen = visible.any(1)
         whole = causal(q.shape[0], q.shape[1], self.rows(layer), q.device, window)
         if not torch.equal(visible, seen[:, None] & whole):
-            return {**said, "visible": visible}  # each query row its own
+            return {"visible": visible}  # each query row its own
         ranges = row_ranges(seen)
         if ranges is None:
-            return {**said, "visible": seen}
-        return said if ranges == [(0, self.rows(layer))] * len(ranges) else {**said, "rows": ranges}
+            return {"visible": seen}
+        return {} if ranges == [(0, self.rows(layer))] * len(ranges) else {"rows": ranges}
 
     def _on_host(self, layer: int, q: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
         k, v = self._prompt.pop(layer)
