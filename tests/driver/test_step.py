@@ -11,6 +11,7 @@ import pytest
 import torch
 from driver_cases import same_bits
 from nearkv import errors
+from nearkv.faults import Faults
 from nearkv.step import Step
 from nearkv_sim.port import Fence, Operation, Write
 
@@ -262,3 +263,22 @@ def test_handles_are_checked_after_steps_too(pair: Pair) -> None:
     kv.free(sequences[0])
     with pytest.raises(errors.ClosedError, match="was freed"):
         kv.append_attend(sequences, layer=1, **token(1))
+
+
+def test_poison_that_a_step_meets_is_told_and_forgotten(pair: Pair) -> None:
+    """The rows are there then, and no sequence begins with the page that is lost."""
+    torch.manual_seed(SEED)
+    (sequences, _) = pair.both(lambda kv: [kv.sequence()])
+    kv = pair.caches[0]
+    for _ in range(PAGE_ROWS + 4):
+        kv.append_attend(sequences, layer=1, **token(1))
+        kv.append(sequences, layer=0, **{name: x for name, x in token(1).items() if name != "q"})
+    tokens = list(range(PAGE_ROWS))
+    kv.publish(sequences[0], tokens)
+    rows, steps = kv.length(sequences[0], 1), pair.steps
+    Faults(pair.devices[0]).poison(kv, sequences[0], layer=1, row=3)
+    with pytest.raises(errors.DeviceError, match="POISON"):
+        kv.append_attend(sequences, layer=1, **token(1))
+    assert pair.steps == steps + 1
+    assert kv.length(sequences[0], 1) == rows + 1
+    assert kv.find_prefix(tokens) == (None, 0)
