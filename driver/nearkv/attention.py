@@ -216,11 +216,14 @@ class Call:
             return False
         return sight.positions is None and sight.ranges is None and not sight.select_pages
 
-    def first_row(self, lengths: Bounds) -> Bounds:
-        """The first row that each sequence's query sees of so many."""
-        if self._window is None:
-            return np.zeros_like(lengths)
-        return np.maximum(lengths - self._window, 0)
+    @property
+    def windowed(self) -> bool:
+        """Whether it has a window."""
+        return self._window is not None
+
+    def first_row(self, length: int) -> int:
+        """The first row that a sequence's query sees of so many."""
+        return 0 if self._window is None else max(length - self._window, 0)
 
     @property
     def on_units(self) -> bool:
@@ -272,10 +275,11 @@ class Call:
         if self._partial:
             partial = self._shaped_partial(partial_of(finished, held.value_dim))
             return partial if pages is None else (partial, pages)
-        values = values_of(finished, held.value_dim, dtype)
+        out = values_of(finished, self._q.shape[:-1], held.value_dim, dtype)
         if wide and v_scale is not None:
-            values = host_attention.scaled(values, v_scale, self._out_dtype)
-        out = self._shaped(values)
+            out = host_attention.scaled(out, v_scale, self._out_dtype)
+        if not self._q.is_cpu:
+            out = out.to(self._q.device)
         if self._return_lse:
             lse = self._shaped(log_sum_exp_of(finished))
             return (out, lse) if pages is None else (out, lse, pages)

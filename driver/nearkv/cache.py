@@ -432,25 +432,27 @@ class KVCache(SequenceMemory):
         is not.
         """
         tables = self._open_sequences().batch(sequences, layer, distinct=True)
+        given, key = (k, v, q), None
+        if k_scales is None and v_scales is None and select_pages is None:
+            key = self._steps.key(layer, tables, given, options)
+        step = self._steps.find(key, tables)
+        if step is not None:
+            self._evictor.make_room(0, sequences)
+            self._evictor.touch(sequences)
+            try:
+                result = step.run(given)
+            except (DeviceError, AccessError) as error:
+                step.done()
+                self._forget_poison(error, tables)
+                raise
+            step.done()
+            return result
         if other := sorted(options.keys() - OPTIONS):
             raise ArgumentError(
                 f"append_attend has no option {', '.join(other)}: it returns the result alone; "
                 "use append and then attend"
             )
         coded = self._coder.code(layer, k, v, k_scales, v_scales, len(tables))
-        key = self._steps.key(layer, tables, coded, q, {"select_pages": select_pages, **options})
-        step = self._steps.find(key, tables)
-        if step is not None:
-            self._evictor.make_room(0, sequences)
-            self._evictor.touch(sequences)
-            try:
-                with self._forgetting_poison(tables):
-                    result = step.run(coded, q)
-            except (DeviceError, AccessError):
-                step.done()
-                raise
-            step.done()
-            return result
         appending = self._start(tables, sequences, coded.rows)
         try:
             appended = self._writer.program(appending, coded, layer)
@@ -470,7 +472,7 @@ class KVCache(SequenceMemory):
             raise
         self._appended(appending, sequences, layer, coded)
         if appending.tables == tables:
-            self._steps.note(key, tables, call)
+            self._steps.note(key, tables, call, coded, given)
         assert not isinstance(answer, Partial)
         return answer
 
@@ -497,20 +499,24 @@ class KVCache(SequenceMemory):
         """A prefix with a page whose content is lost is found no more."""
         try:
             yield
-        except DeviceError as error:
-            if error.status is Status.POISON and error.sequence is not None:
-                own = pages[error.sequence]
-                known = own.page_addresses(0, own.pages) if isinstance(own, PageTable) else own
-                self._prefixes.forget_pages(set(known[:, error.detail : error.detail + 1].ravel().tolist()))
+        except (DeviceError, AccessError) as error:
+            self._forget_poison(error, pages)
             raise
-        except AccessError as error:
+
+    def _forget_poison(
+        self, error: DeviceError | AccessError, pages: Many[PageTable] | Many[Addresses]
+    ) -> None:
+        if isinstance(error, AccessError):
             if error.poison:
                 within = error.address % EXTENT_BYTES % self._layout.page_bytes
                 named = [p.addresses() if isinstance(p, PageTable) else p.ravel() for p in pages]
                 self._prefixes.forget_pages(
                     {error.address - within}.intersection(np.concatenate(named).tolist())
                 )
-            raise
+        elif error.status is Status.POISON and error.sequence is not None:
+            own = pages[error.sequence]
+            known = own.page_addresses(0, own.pages) if isinstance(own, PageTable) else own
+            self._prefixes.forget_pages(set(known[:, error.detail : error.detail + 1].ravel().tolist()))
 
     def _appended(self, appending: Appending, sequences: Many[Sequence], layer: int, coded: Coded) -> None:
         appending.done()

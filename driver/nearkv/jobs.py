@@ -50,6 +50,7 @@ class Plan:
 
     Members
     -------
+    batch, query_rows, q_heads : of the call.
     queries, results : device addresses of each job's, [batch, jobs of a sequence].
     query_places : host addresses of all lines of queries.
     results_read : reads the lines of results that are wanted.
@@ -58,6 +59,9 @@ class Plan:
     moves : of the tenant, when this was so.
     """
 
+    batch: int
+    query_rows: int
+    q_heads: int
     queries: npt.NDArray[np.uint64]
     results: npt.NDArray[np.uint64]
     query_places: Addresses
@@ -82,7 +86,7 @@ class Prepared:
     extensions: Lines | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Posting:
     """A batch as it is posted.
 
@@ -100,7 +104,7 @@ class _Posting:
     descriptors: Lines
     extensions: Lines | None
     program: list[Operation]
-    reads: list[Operation]
+    reads: list[Read]
     selected: Addresses
     rows: int
 
@@ -245,18 +249,20 @@ class Jobs:
         self, batch: Batch, posting: _Posting, completions: Completions, reads: list[ReadResult]
     ) -> Finished:
         """What a batch came to; DeviceError when a job failed."""
-        tenant, layout, selected = self._tenant, self._layout, posting.selected
-        count, query_rows, q_heads = batch.q.shape[:3]
+        tenant, layout, plan, selected = self._tenant, self._layout, posting.plan, posting.selected
         self._totals.add(completions)
-        if completions.failed.size:
+        if not completions.ok:
             self._raise_failed(completions, posting.descriptors, batch)
-        self._totals.add_products(posting.rows * query_rows * q_heads, layout.head_dim, layout.value_dim)
+        self._totals.add_products(
+            posting.rows * plan.query_rows * plan.q_heads, layout.head_dim, layout.value_dim
+        )
         chosen = None
         if len(selected):
-            words = tenant.checked(reads[-1], selected).reshape(count, self._kv_heads, -1).view("<u4")
+            words = tenant.checked(reads[-1], selected).reshape(plan.batch, self._kv_heads, -1).view("<u4")
             chosen = [[head[1 : 1 + head[0]].tolist() for head in one] for one in words]
-        lines = tenant.checked(reads[-2 if len(selected) else -1], posting.plan.wanted)
-        return Finished(lines.reshape(count * query_rows, q_heads, -1, LINE_BYTES), completions, chosen)
+        lines = tenant.checked(reads[0], plan.wanted)
+        queries = plan.batch * plan.query_rows
+        return Finished(lines.reshape(queries, plan.q_heads, -1, LINE_BYTES), completions, chosen)
 
     def _extend(self, batch: Batch, extensions: Lines, program: list[Operation], lane: int) -> Addresses:
         """Fill in what differs from job to job, with the lists in memory; the lines of selected pages."""
@@ -356,6 +362,9 @@ class Jobs:
         wanted = wanted.reshape(-1)
         passes = -(-heads * rows // tenant.config.queries) * len(parts) * len(row_parts)
         return Plan(
+            batch=count,
+            query_rows=query_rows,
+            q_heads=q_heads,
             queries=queries.reshape(count, -1),
             results=results.reshape(count, -1),
             query_places=tenant.hosts(_lines_of(queries, parts, query_rows, layout.query_lines).reshape(-1)),

@@ -37,11 +37,10 @@ class Finished:
     selected: list[list[list[int]]] | None = None
 
 
-def values_of(finished: Finished, value_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Results [queries, q_heads, value_dim] of a finished form."""
-    queries, heads = finished.lines.shape[:2]
+def values_of(finished: Finished, heads: tuple[int, ...], value_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Results [*heads, value_dim] of a finished form, for all query heads that there are."""
     kind = np.float32 if dtype == torch.float32 else np.int16
-    lanes = finished.lines.reshape(queries, heads, -1).view(kind)[..., :value_dim]  # the first plane
+    lanes = finished.lines.reshape(*heads, -1).view(kind)[..., :value_dim]  # the first plane
     found = torch.from_numpy(lanes.copy())
     return found if found.dtype == dtype else found.view(dtype)
 

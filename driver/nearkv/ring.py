@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,10 @@ from .errors import ClosedError, DeviceTimeoutError, ProtocolError
 from .queued_port import Programs
 
 _PHASE = COMPLETION.offset("phase")
-_OK = np.uint8(Status.OK)
+_OK = int(Status.OK)
+_TAIL = Struct(f"<{DOORBELL.offset('tail') // 8}xI")
+_CYCLES = Struct(f"<{DEVICE_COUNTERS.offset('cycles') // 8}xQ")
+"""Single fields of single lines, which take less without an array for each."""
 _FENCE = Fence()
 _INDEX_MASK = (1 << DOORBELL["tail"].width) - 1
 _TIMEOUT_CYCLES = 1_000_000
@@ -66,11 +69,22 @@ class Completions:
         """A field of the records, one number per descriptor."""
         return column(COMPLETION, name, self.records)
 
+    def total(self, name: str) -> int:
+        """The sum of a field."""
+        # of the few records that most batches have, a list's sum takes a third of an array's
+        total: int = sum(column(COMPLETION, name, self.records).tolist())
+        return total
+
+    @property
+    def ok(self) -> bool:
+        """Whether all descriptors ended with OK."""
+        found: int = self.of("status").tolist().count(_OK)
+        return found == len(self.records)
+
     @property
     def failed(self) -> npt.NDArray[np.intp]:
         """Which descriptors did not end with OK."""
-        failed: npt.NDArray[np.intp] = (self.of("status") != _OK).nonzero()[0]
-        return failed
+        return np.flatnonzero(self.of("status") != _OK)
 
 
 class CommandRing:
@@ -123,7 +137,8 @@ class CommandRing:
         if not self.posted:
             return
         try:
-            self._wait_on([self._poll(self.posted - 1, _TIMEOUT_CYCLES)])
+            last = self.posted - 1
+            self._wait_on([self._poll(last, self._phases(last, 1)[0], _TIMEOUT_CYCLES)])
         except DeviceTimeout as error:
             raise DeviceTimeoutError(
                 f"what an earlier session of tenant {self._aperture} posted is not complete, and the device "
@@ -136,7 +151,7 @@ class CommandRing:
         *,
         extensions: npt.NDArray[np.uint8] | None = None,
         before: Sequence[Operation] = (),
-        after: Sequence[Operation] = (),
+        after: Sequence[Read] = (),
         streamed_lines: int = 0,
     ) -> tuple[Completions, list[ReadResult]]:
         """Post descriptors, more than the ring holds if need be, and wait for all of them.
@@ -146,12 +161,12 @@ class CommandRing:
         descriptors : uint8 [n, 64], n at least 1; their tags are set here.
         extensions : the second lines of their slots, where they have any.
         before : operations that everything in the batch depends on.
-        after : operations once all descriptors are complete.
+        after : reads once all descriptors are complete.
         streamed_lines : an estimate of the lines that the batch streams, for the time it is given.
 
         Returns
         -------
-        The completions, and the results of the `Read` operations in `after`.
+        The completions, and the results of `after`.
 
         Raises
         ------
@@ -178,13 +193,17 @@ class CommandRing:
         What `run` raises.
         """
         ticket, post = self._prepare(descriptors, extensions, before, streamed_lines)
-        with self._unless_hung(ticket):
+        self._unfinished = True
+        try:
             ticket.rung = _cycles_of(self._port.run(post)[-1])
+        except DeviceTimeout as error:
+            raise self._hung(ticket, error) from error
+        self._unfinished = False
         self._outstanding.append(ticket)
         return ticket
 
-    def wait(self, ticket: Ticket, after: Sequence[Operation] = ()) -> tuple[Completions, list[ReadResult]]:
-        """Wait for what was posted; the completions, and the results of `Read` operations in `after`.
+    def wait(self, ticket: Ticket, after: Sequence[Read] = ()) -> tuple[Completions, list[ReadResult]]:
+        """Wait for what was posted; the completions, and the results of `after`.
 
         Raises
         ------
@@ -192,7 +211,8 @@ class CommandRing:
         """
         if ticket.completions is None:
             return self._complete(ticket, [], after)
-        self._check_usable()
+        if self._unfinished:
+            raise self._unusable()
         return ticket.completions, self._port.run(after) if after else []
 
     def is_complete(self, ticket: Ticket) -> bool:
@@ -250,15 +270,26 @@ class CommandRing:
         streamed_lines: int,
     ) -> tuple[Ticket, list[Operation]]:
         """The operations that post what the ring has room for; what comes before is complete then."""
-        self._check_usable()
+        if self._unfinished:
+            raise self._unusable()
         count, slots = len(descriptors), self._config.ring_slots
         timeout = _TIMEOUT_CYCLES + _TIMEOUT_CYCLES_PER_LINE * streamed_lines
-        column(ATTEND, "tag", descriptors)[:] = _tags(self.posted, self.posted + count)
+        tags = column(ATTEND, "tag", descriptors)
+        tags[:] = np.arange(self.posted, self.posted + count)  # of that their lowest bits
         parts: list[Completions] = []
         for begin in range(0, count, slots):
             end = min(begin + slots, count)
-            self._make_room(end - begin)
-            ticket = Ticket(self.posted, self.posted + end - begin, timeout, parts)
+            if self._outstanding:
+                self._make_room(end - begin)
+            first = self.posted
+            ticket = Ticket(
+                first=first,
+                end=first + end - begin,
+                timeout=timeout,
+                parts=parts,
+                tags=tags[begin:end],
+                phases=self._phases(first, end - begin),
+            )
             post = self._posting(
                 ticket,
                 descriptors[begin:end],
@@ -289,29 +320,28 @@ class CommandRing:
         if extensions is not None:
             program.append(Write(places + np.uint64(LINE_BYTES), extensions))
         line = np.zeros((1, LINE_BYTES), np.uint8)
-        column(DOORBELL, "tail", line)[:] = ticket.end & _INDEX_MASK
+        _TAIL.pack_into(line.data, 0, ticket.end & _INDEX_MASK)
         return [*program, _FENCE, self._read_cycles, Write(self._doorbell, line)]
 
     def _complete(
-        self, ticket: Ticket, post: Sequence[Operation], after: Sequence[Operation]
+        self, ticket: Ticket, post: Sequence[Operation], after: Sequence[Read]
     ) -> tuple[Completions, list[ReadResult]]:
         """Post if need be, and wait: completions, and the results of `after`."""
-        wait = [
-            self._poll(ticket.end - 1, ticket.timeout),
+        wait: list[Operation] = [
+            self._poll(ticket.end - 1, ticket.phases[-1], ticket.timeout),
             self._read_cycles,
             Read(self._of_ticket(ticket, self._completions)),
             *after,
         ]
-        with self._unless_hung(ticket):
-            try:
-                results = self._port.run([*post, *wait])
-                if post:
-                    results = results[-3 - sum(isinstance(one, Read) for one in after) :]
-                    ticket.rung = _cycles_of(results.pop(0))
-            except DeviceTimeout:
-                if post:
-                    ticket.rung = _cycles_of(self._read_counters()[0]) - ticket.timeout
-                results = self._wait_on(wait)
+        self._unfinished = True
+        try:
+            results = self._port.run([*post, *wait])
+            if post:
+                results = results[-3 - len(after) :]
+                ticket.rung = _cycles_of(results.pop(0))
+        except DeviceTimeout:
+            results = self._late(ticket, wait, posted_now=bool(post))
+        self._unfinished = False
         done, records, *others = results
         self._note(ticket, _cycles_of(done), records.data, posted_before=not post)
         assert ticket.completions is not None
@@ -324,7 +354,7 @@ class CommandRing:
         self._check_records(ticket, records)
         cycles = done - max(ticket.rung, self._last_done)
         if posted_before:  # nobody looked when the last one was complete
-            cycles = min(cycles, int(column(COMPLETION, "cycles", records).sum(dtype=np.int64)))
+            cycles = min(cycles, Completions(records, 0).total("cycles"))
         self._last_done = done
         ticket.completions = _joined([*ticket.parts, Completions(records, cycles)])
         self.completed = max(self.completed, ticket.end)
@@ -332,26 +362,33 @@ class CommandRing:
             self._outstanding = [one for one in self._outstanding if one is not ticket]
         self.on_complete()
 
-    @contextmanager
-    def _unless_hung(self, ticket: Ticket) -> Iterator[None]:
-        """The ring takes no more work after a program that did not end."""
-        self._unfinished = True
-        try:
-            yield
-        except DeviceTimeout as error:
-            self.on_hang()
-            raise DeviceTimeoutError(
-                f"{ticket.end - ticket.first} descriptors of tenant {self._aperture} are not complete, and "
-                f"the device does nothing any more ({error}); close the device and open it again"
-            ) from error
-        self._unfinished = False
+    def _late(self, ticket: Ticket, wait: Sequence[Operation], *, posted_now: bool) -> list[ReadResult]:
+        """The results of what waits for a ticket, after the time that it was given.
 
-    def _check_usable(self) -> None:
-        if self._unfinished:
-            raise ClosedError(
-                f"tenant {self._aperture}: an earlier batch never ended; take over what is committed with "
-                "recover(), or open the device again"
-            )
+        Raises
+        ------
+        DeviceTimeoutError : when the device does nothing any more.
+        """
+        try:
+            if posted_now:
+                ticket.rung = _cycles_of(self._read_counters()[0]) - ticket.timeout
+            return self._wait_on(wait)
+        except DeviceTimeout as error:
+            raise self._hung(ticket, error) from error
+
+    def _hung(self, ticket: Ticket, error: DeviceTimeout) -> DeviceTimeoutError:
+        """What is raised when a program did not end; the ring takes no more work then."""
+        self.on_hang()
+        return DeviceTimeoutError(
+            f"{ticket.end - ticket.first} descriptors of tenant {self._aperture} are not complete, and "
+            f"the device does nothing any more ({error}); close the device and open it again"
+        )
+
+    def _unusable(self) -> ClosedError:
+        return ClosedError(
+            f"tenant {self._aperture}: an earlier batch never ended; take over what is committed with "
+            "recover(), or open the device again"
+        )
 
     def _of_ticket(self, ticket: Ticket, of_slots: Addresses) -> Addresses:
         """Of addresses, one for each slot, those of a ticket's descriptors."""
@@ -360,10 +397,16 @@ class CommandRing:
         own = of_slots[begin : begin + count]
         return own if len(own) == count else np.concatenate([own, of_slots[: count - len(own)]])
 
-    def _poll(self, index: int, timeout: int) -> Poll:
+    def _phases(self, first: int, count: int) -> bytes:
+        """The phase of the record of each of so many descriptors."""
+        phase, slots = completion_phase(self._config, first), self._config.ring_slots
+        own = min(count, slots - first % slots)  # then comes the ring's next lap
+        return bytes((phase,)) * own + bytes((phase ^ 1,)) * (count - own)
+
+    def _poll(self, index: int, phase: int, timeout: int) -> Poll:
         """Wait for the completion record of a descriptor."""
         address = int(self._completions[index % len(self._completions)])
-        return Poll(address, 1 << _PHASE, completion_phase(self._config, index) << _PHASE, timeout)
+        return Poll(address, 1 << _PHASE, phase << _PHASE, timeout)
 
     def _wait_on(self, wait: Sequence[Operation]) -> list[ReadResult]:
         """Wait for a batch that is late, as long as the device makes progress on anybody's work."""
@@ -390,20 +433,17 @@ class CommandRing:
 
     def _check_records(self, ticket: Ticket, records: Lines) -> None:
         """ProtocolError when records are not those of a ticket's descriptors: each has its tag and phase."""
-        slots = self._config.ring_slots
-        phase = records[:, _PHASE // 8] & 1
-        phase[slots - ticket.first % slots :] ^= 1  # the ring's next lap
-        stale = phase != completion_phase(self._config, ticket.first)
-        tags = column(COMPLETION, "tag", records)
-        if np.count_nonzero(stale | (tags != _tags(ticket.first, ticket.end))):
+        phases, tags = records[:, _PHASE // 8], column(COMPLETION, "tag", records)
+        if phases.tobytes() != ticket.phases or tags.tobytes() != ticket.tags.tobytes():
             self._unfinished = True
+            stale = np.flatnonzero(phases != np.frombuffer(ticket.phases, np.uint8))
             raise ProtocolError(
-                f"tenant {self._aperture}: records {np.flatnonzero(stale).tolist()} of completions are old, "
+                f"tenant {self._aperture}: records {stale.tolist()} of completions are old, "
                 f"or the tags {tags.tolist()} are not those of descriptors {ticket.first} to {ticket.end - 1}"
             )
 
 
-@dataclass
+@dataclass(slots=True)
 class Ticket:
     """Descriptors that were posted together.
 
@@ -412,6 +452,8 @@ class Ticket:
     first, end : their numbers since reset.
     timeout : cycles that they are given.
     parts : what came before them in the same batch and is complete.
+    tags : what they and their records carry of their numbers.
+    phases : of their records.
     rung : the device's cycle when they were posted.
     completions : what all of the batch came to, once somebody waited for it.
     """
@@ -420,6 +462,8 @@ class Ticket:
     end: int
     timeout: int
     parts: list[Completions]
+    tags: npt.NDArray[np.uint32]
+    phases: bytes
     rung: int = 0
     completions: Completions | None = None
 
@@ -431,10 +475,6 @@ def _joined(parts: list[Completions]) -> Completions:
     return Completions(np.concatenate([part.records for part in parts]), sum(part.cycles for part in parts))
 
 
-def _tags(first: int, end: int) -> npt.NDArray[np.uint64]:
-    """What descriptors carry of their numbers."""
-    return np.arange(first, end, dtype=np.uint64) & np.uint64(_INDEX_MASK)
-
-
 def _cycles_of(counters: ReadResult) -> int:
-    return int(column(DEVICE_COUNTERS, "cycles", counters.data)[0])
+    cycles: int = _CYCLES.unpack_from(counters.data.data)[0]
+    return cycles

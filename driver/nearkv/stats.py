@@ -224,9 +224,9 @@ class AttentionTotals:
     def add(self, completions: Completions) -> None:
         """Count a batch."""
         self.cycles += completions.cycles
-        self.lines += int(np.add.reduce(completions.of("lines"), dtype=np.int64))
+        self.lines += completions.total("lines")
         self.jobs += len(completions)
-        self.passes += int(np.add.reduce(completions.of("passes"), dtype=np.int64))
+        self.passes += completions.total("passes")
 
     def add_products(self, scores: int, head_dim: int, value_dim: int) -> None:
         """Count the units' multiplications for so many scores, a row's with a query each."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from driver_cases import same_bits
 from nearkv import errors
+from nearkv.faults import Faults
 from nearkv.step import Step
 from nearkv_sim.port import Fence, Operation, Write
 
@@ -169,6 +170,38 @@ def test_every_geometry(monkeypatch: pytest.MonkeyPatch, geometry: dict[str, Any
     pair.close()
 
 
+def test_tensors_of_every_mode_and_kind(pair: Pair) -> None:
+    """A step that was prepared in inference mode takes tensors of others, also those that want gradients; and
+    codes, which have the type of none that were numbers."""
+    print(f"seed {SEED}")
+    torch.manual_seed(SEED)
+    sequences = pair.both(lambda kv: [kv.sequence() for _ in range(2)])
+    for index in range(24):
+        with torch.inference_mode(index < 6 or index % 5 == 0):
+            given = token(2)
+            if index % 4 == 1:
+                given = {name: x.clone().requires_grad_(not x.is_inference()) for name, x in given.items()}
+            if index % 4 == 2:
+                given |= {name: given[name].view(torch.int16) for name in ("k", "v")}
+            if index % 4 == 3:
+                given["q"] = given["q"][:, None]
+            decode(pair, sequences, given)
+    assert pair.steps > 12
+    for step in pair.caches[0]._steps._kept.values():
+        assert step is None or not any(into is not None and into.requires_grad for into in step._into)
+
+
+def test_options_that_python_calls_equal_are_not(pair: Pair) -> None:
+    print(f"seed {SEED}")
+    torch.manual_seed(SEED)
+    sequences = pair.both(lambda kv: [kv.sequence()])
+    for index in range(48):
+        decode(pair, sequences, token(1), scale=(0.0, -0.0, 1.0, 1, True, None)[index % 6])
+    kept = [key for key, step in pair.caches[0]._steps._kept.items() if step is not None]
+    assert len(kept) == 6
+    assert pair.steps
+
+
 def test_what_was_posted_never_changes(pair: Pair) -> None:
     """A port may keep a program: the next token has lines of its own."""
     torch.manual_seed(SEED)
@@ -230,3 +263,22 @@ def test_handles_are_checked_after_steps_too(pair: Pair) -> None:
     kv.free(sequences[0])
     with pytest.raises(errors.ClosedError, match="was freed"):
         kv.append_attend(sequences, layer=1, **token(1))
+
+
+def test_poison_that_a_step_meets_is_told_and_forgotten(pair: Pair) -> None:
+    """The rows are there then, and no sequence begins with the page that is lost."""
+    torch.manual_seed(SEED)
+    (sequences, _) = pair.both(lambda kv: [kv.sequence()])
+    kv = pair.caches[0]
+    for _ in range(PAGE_ROWS + 4):
+        kv.append_attend(sequences, layer=1, **token(1))
+        kv.append(sequences, layer=0, **{name: x for name, x in token(1).items() if name != "q"})
+    tokens = list(range(PAGE_ROWS))
+    kv.publish(sequences[0], tokens)
+    rows, steps = kv.length(sequences[0], 1), pair.steps
+    Faults(pair.devices[0]).poison(kv, sequences[0], layer=1, row=3)
+    with pytest.raises(errors.DeviceError, match="POISON"):
+        kv.append_attend(sequences, layer=1, **token(1))
+    assert pair.steps == steps + 1
+    assert kv.length(sequences[0], 1) == rows + 1
+    assert kv.find_prefix(tokens) == (None, 0)

@@ -56,27 +56,32 @@ def nearkv_attention(
     ------
     ValueError : for rows that are in another cache, and for variants that the device does not have.
     """
-    for name, given in (("position_bias", position_bias), ("dropout", dropout or None)):
-        if given is not None:
-            raise ValueError(f"{name}={given!r}: this device has no {name}; use a model without it")
+    if position_bias is not None or dropout:
+        name, given = ("dropout", dropout) if position_bias is None else ("position_bias", position_bias)
+        raise ValueError(f"{name}={given!r}: this device has no {name}; use a model without it")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ValueError(f"attention_mask must be bool, not {attention_mask.dtype}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    is_causal = kwargs.get("is_causal")
-    sight: dict[str, Any] = {
-        "scale": scale,
-        "visible": attention_mask,
-        "window": sliding_window,
-        "is_causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
-        "sinks": s_aux,
-        "softcap": softcap,
-    }
+
+    def weights_on_host(query: Tensor, key: Tensor) -> Tensor:
+        is_causal = kwargs.get("is_causal")
+        return attention_weights(
+            query,
+            key,
+            scale=scale,
+            visible=attention_mask,
+            window=sliding_window,
+            is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            sinks=s_aux,
+            softcap=softcap,
+        )
+
     if not isinstance(key, Placeholder):
         if key.shape[2] != query.shape[2]:
             raise ValueError(
                 "attn_implementation='nearkv' needs its own cache: pass cache=nearkv.hf.attach(model, device)"
             )
-        weights = attention_weights(query, key, **sight)
+        weights = weights_on_host(query, key)
         return weighted(weights, value), weights
     layer = key.layer
     if layer.latent_dim:
@@ -93,9 +98,10 @@ def nearkv_attention(
     )
     if layer.latent_dim:
         out = values_of_latents(module, out)
-    out = out.to(query.dtype).contiguous()
+    if out.dtype != query.dtype:
+        out = out.to(query.dtype)
     keys = layer.keys if kwargs.get("output_attentions", False) else None
-    return out, None if keys is None else attention_weights(query, keys, **sight)
+    return out.contiguous(), None if keys is None else weights_on_host(query, keys)
 
 
 def register() -> None:

@@ -64,12 +64,14 @@ class NearKVLayer(CacheLayerMixin):  # type: ignore[misc]
             self.store.append(self.index, rows.transpose(1, 2), None)
         else:
             self.store.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2))
-        length = self.get_seq_length()
-        keys, values = (
-            Placeholder((*x.shape[:2], length, x.shape[3]), x.dtype, x.device, self)
-            for x in (key_states, value_states)
-        )
-        return keys, values
+        keys = self._placeholder(key_states)
+        alike = key_states.shape == value_states.shape and key_states.dtype == value_states.dtype
+        return keys, keys if alike else self._placeholder(value_states)
+
+    def _placeholder(self, of: Tensor) -> Placeholder:
+        """For all rows, of which these are the newest."""
+        batch, heads, _, dim = of.shape
+        return Placeholder((batch, heads, self.get_seq_length(), dim), of.dtype, of.device, self)
 
     @property
     def keys(self) -> Tensor | None:

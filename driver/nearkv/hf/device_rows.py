@@ -74,8 +74,9 @@ class DeviceRows(RowStore):
         self._row_bytes = shape.kv_heads * cache.row_bytes
         self._prompts_on_host = prompts_on_host and not self.narrow
         self._prompt: dict[int, tuple[Tensor, Tensor | None]] = {}
-        # new rows wait for the attention that follows them: both are one program
-        self._waiting: dict[int, tuple[Tensor, Tensor | None]] = {}
+        # New rows wait for the attention that follows them: both are one program. With them goes how many
+        # rows each sequence has then.
+        self._waiting: dict[int, tuple[Tensor, Tensor | None, list[int]]] = {}
         self.sequences: list[Sequence] = []
         # Sequences of stores that nobody has any more. A collection may come in the middle of a call on the
         # device, so they are only noted, and freed with the next rows.
@@ -90,18 +91,20 @@ class DeviceRows(RowStore):
         if len(self.sequences) != k.shape[0]:
             raise ValueError(f"the cache holds {len(self.sequences)} sequences, got rows of {k.shape[0]}")
         self._prompt.pop(layer, None)
-        self._flush(layer)
+        if layer in self._waiting:
+            self._flush(layer)
         if self._prompts_on_host and k.shape[1] > 1 and self.rows(layer) == 0:
             self._prompt[layer] = (k, v)
             self.cache.append(self.sequences, layer=layer, k=k, v=v)
         else:
-            self._waiting[layer] = (k, v)
+            more = k.shape[1]
+            self._waiting[layer] = (k, v, [length + more for length in self._lengths(layer)])
 
     def _flush(self, layer: int | None = None) -> None:
         """Append what waits for its attention, of a layer or of all."""
         for one in [layer] if layer is not None else list(self._waiting):
             if one in self._waiting:
-                k, v = self._waiting.pop(one)
+                k, v, _ = self._waiting.pop(one)
                 self.cache.append(self.sequences, layer=one, k=k, v=v)
 
     def _attend(self, layer: int, q: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
@@ -111,25 +114,22 @@ class DeviceRows(RowStore):
             "scale": scoring.scale,
             "sinks": scoring.sinks,
             "softcap": scoring.softcap,
-            **self._sight(layer, q, visible, scoring.window),
         }
-        one = q.shape[1] == 1
+        if scoring.window is not None:
+            options["window"] = scoring.window
+        if visible is not None:
+            options |= self._sight(layer, q, visible, scoring.window)
         self.device_calls += 1
-        if one:
+        if q.shape[1] == 1:
             seen = options.get("rows")
             rows = sum(self._lengths(layer)) if seen is None else sum(end - begin for begin, end in seen)
             self.kv_bytes += rows * self._row_bytes
-            q = q[:, 0]
-        out: Tensor | None = None
-        if layer in self._waiting:
-            out = self._appended(layer, q, options)
-        if out is None:
-            out = self.cache.attend(self.sequences, layer=layer, q=q, **options)
-        return out[:, None] if one else out
+        out = self._appended(layer, q, options) if layer in self._waiting else None
+        return self.cache.attend(self.sequences, layer=layer, q=q, **options) if out is None else out
 
     def _appended(self, layer: int, q: Tensor, options: dict[str, Any]) -> Tensor | None:
         """Rows and their attention in one program; None where the device cannot, and rows alone are in."""
-        k, v = self._waiting[layer]
+        k, v, _ = self._waiting[layer]
         try:
             out: Tensor = self.cache.append_attend(self.sequences, layer=layer, k=k, v=v, q=q, **options)
         except ArgumentError:  # with nothing done: what the host has to work out is one
@@ -138,22 +138,19 @@ class DeviceRows(RowStore):
         del self._waiting[layer]
         return out
 
-    def _sight(self, layer: int, q: Tensor, visible: Tensor | None, window: int | None) -> dict[str, Any]:
-        """What `KVCache.attend` is told of who sees what: as little as says it."""
-        said: dict[str, Any] = {} if window is None else {"window": window}
-        if visible is None:
-            return said
+    def _sight(self, layer: int, q: Tensor, visible: Tensor, window: int | None) -> dict[str, Any]:
+        """What `KVCache.attend` is told of `visible`: as little as says it."""
         if q.shape[1] == 1:
             ranges = row_ranges(visible[:, 0])
-            return {**said, "visible": visible[:, 0]} if ranges is None else {**said, "rows": ranges}
+            return {"visible": visible[:, 0]} if ranges is None else {"rows": ranges}
         seen = visible.any(1)
         whole = causal(q.shape[0], q.shape[1], self.rows(layer), q.device, window)
         if not torch.equal(visible, seen[:, None] & whole):
-            return {**said, "visible": visible}  # each query row its own
+            return {"visible": visible}  # each query row its own
         ranges = row_ranges(seen)
         if ranges is None:
-            return {**said, "visible": seen}
-        return said if ranges == [(0, self.rows(layer))] * len(ranges) else {**said, "rows": ranges}
+            return {"visible": seen}
+        return {} if ranges == [(0, self.rows(layer))] * len(ranges) else {"rows": ranges}
 
     def _on_host(self, layer: int, q: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
         k, v = self._prompt.pop(layer)
@@ -188,9 +185,9 @@ class DeviceRows(RowStore):
 
     def _lengths(self, layer: int) -> list[int]:
         """Rows of each sequence, those included that wait."""
-        waiting = self._waiting.get(layer)
-        more = 0 if waiting is None else waiting[0].shape[1]
-        return [self.cache.length(sequence, layer) + more for sequence in self.sequences]
+        if layer in self._waiting:
+            return self._waiting[layer][2]
+        return [self.cache.length(sequence, layer) for sequence in self.sequences]
 
     @property
     def batch(self) -> int:

@@ -43,7 +43,7 @@ class Placeholder(Tensor):
         layer: NearKVLayer,
         strides: tuple[int, ...] | None = None,
     ) -> Placeholder:
-        made: Placeholder = _make(cls, size, strides, dtype=dtype, device=device, requires_grad=False)
+        made: Placeholder = _make(cls, size, strides, dtype=dtype, device=device)
         made.layer = layer
         return made
 

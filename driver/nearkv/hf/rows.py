@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import NoReturn, Self
+from typing import NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ class RowShape:
     latent: bool = False
 
 
-@dataclass(frozen=True)
-class Scoring:
+class Scoring(NamedTuple):
     """What becomes of scores, and how far back a query sees.
 
     Members
