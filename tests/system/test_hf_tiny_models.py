@@ -10,6 +10,8 @@ import nearkv
 import pytest
 import torch
 from nearkv import hf
+from nearkv.errors import DeviceError
+from nearkv.faults import Faults
 from nearkv.hf.placeholder import Placeholder
 from nearkv_hw.abi import Feature
 
@@ -323,3 +325,21 @@ def test_a_positive_crop_is_refused():
 def test_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="must be one of fp16, bf16, not 'fp32'"):
         hf.ReferenceRows("fp32")
+
+
+def test_rows_that_met_poison_are_there_once():
+    """A token's rows are on the device although its attention failed: they are not appended again."""
+    shape = hf.RowShape(layers=1, kv_heads=2, head_dim=8, value_dim=8)
+    with nearkv.open("model") as device:
+        rows = hf.DeviceRows(device, shape, "fp16")
+        k, v = torch.randn(2, 1, 6, 2, 8, generator=torch.Generator().manual_seed(SEED))
+        rows.append(0, k, v)
+        q = torch.ones(1, 1, 2, 8)
+        rows.attend(0, q, scale=1.0, visible=None)
+        rows.append(0, k[:, :1], v[:, :1])
+        Faults(device).poison(rows.cache, rows.sequences[0], layer=0, row=2)
+        with pytest.raises(DeviceError, match="POISON"):
+            rows.attend(0, q, scale=1.0, visible=None)
+        assert rows.rows(0) == rows.cache.length(rows.sequences[0]) == 7
+        rows.append(0, k[:, :1], v[:, :1])
+        assert rows.rows(0) == 8

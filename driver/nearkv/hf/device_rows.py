@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearkv import reference
-from nearkv.errors import ArgumentError
+from nearkv.errors import AccessError, ArgumentError, DeviceError
 
 from .rows import JointRows, RowShape, RowStore, Scoring, causal, row_ranges
 
@@ -135,6 +135,9 @@ class DeviceRows(RowStore):
         except ArgumentError:  # with nothing done: what the host has to work out is one
             self._flush(layer)
             return None
+        except (DeviceError, AccessError):  # with the rows there
+            del self._waiting[layer]
+            raise
         del self._waiting[layer]
         return out
 
