@@ -157,7 +157,7 @@ class Bench:
         }
         for kind, answers in got.items():
             for answer in answers.values():
-                del answer["dev_load"]  # test_load has it
+                del answer["dev_load"]  # test_dev_load has it
             assert answers == expected[kind]
         await cycles(self._dut, 100)
         assert len(self.host.ndr) == len(self.host.drs) == 0, "more answers than messages"
