@@ -106,6 +106,7 @@ class Device(wiring.Component):
                 walker.quotas[n].eq(window.quotas[n]),
                 window.holdings[n].eq(walker.holdings[n]),
             ]
+        m.d.comb += [load.eq(channel.load) for load, channel in zip(endpoint.loads, channels, strict=True)]
         self._reports(m, window, channels)
         self._counters(m, window, endpoint, channels, units)
         results = m.submodules.results if units else None

@@ -9,7 +9,7 @@ from amaranth.hdl import signed, unsigned
 from amaranth.lib import data, enum, stream
 from amaranth.lib.wiring import In, Out, Signature
 
-from .abi import memory
+from .abi import cxl, memory
 from .abi.descriptor import MAX_CANDIDATES, Status
 from .abi.formats import OutputForm
 from .abi.lines import LINE_BITS, LINE_BYTES
@@ -42,6 +42,15 @@ class Fault(enum.Enum, shape=2):
     DENIED = 1  # the extent is not the tenant's: no data is returned, nothing is written
     POISON = 2  # the line is poisoned
     OUTSIDE = 3  # beyond the memory
+
+
+class DevLoad(enum.Enum, shape=2):
+    """`cxl.DevLoad`: how loaded the device, or a part of it, is."""
+
+    LIGHT = int(cxl.DevLoad.LIGHT)
+    OPTIMAL = int(cxl.DevLoad.OPTIMAL)
+    MODERATE_OVERLOAD = int(cxl.DevLoad.MODERATE_OVERLOAD)
+    SEVERE_OVERLOAD = int(cxl.DevLoad.SEVERE_OVERLOAD)
 
 
 class ReadRequest(data.Struct):

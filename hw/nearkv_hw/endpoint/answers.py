@@ -1,27 +1,18 @@
 """The endpoint's way back: answers of memory and windows become messages to the host."""
 
 from amaranth.hdl import Cat, Module, Mux, Signal
-from amaranth.lib import data, enum, stream, wiring
+from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi import cxl
 from ..abi.lines import LINE_BITS
 from ..common.arbiter import RoundRobin
 from ..common.queue import Queue
-from ..interfaces import REQUEST_ID_BITS, FabricResponse, Fault
+from ..interfaces import REQUEST_ID_BITS, DevLoad, FabricResponse, Fault
 from .messages import DRS, NDR
 
 MIN_OUTSTANDING = 8
 """So that the device's load can be told in eighths."""
-
-
-class DevLoad(enum.Enum, shape=2):
-    """`cxl.DevLoad`."""
-
-    LIGHT = int(cxl.DevLoad.LIGHT)
-    OPTIMAL = int(cxl.DevLoad.OPTIMAL)
-    MODERATE_OVERLOAD = int(cxl.DevLoad.MODERATE_OVERLOAD)
-    SEVERE_OVERLOAD = int(cxl.DevLoad.SEVERE_OVERLOAD)
 
 
 class OwnAnswer(data.Struct):
@@ -68,10 +59,12 @@ class Answers(wiring.Component):
     req_room, rwd_room : Out(1) : one more message may be accepted.
     req_accepted, rwd_accepted : In(1) : one is.
     req_dropped : In(1) : a Req turns out to have no answer.
+    load : In(DevLoad) : of what stands behind the endpoint, from a register.
 
-    DevLoad follows the answers owed as a part of `outstanding`, of Req or RwD, whichever are more: light
-    below a quarter, optimal below three quarters, moderate overload below seven eighths, severe overload from
-    there.
+    The DevLoad of an answer is the larger of `load` and what follows from the messages that have no answer
+    yet as a part of `outstanding`, of Req or RwD, whichever are more: light below a quarter, optimal below
+    three quarters, moderate overload below seven eighths, severe overload from there. Answers that wait for
+    the link are no load of the device.
 
     Latency is 2 cycles (`latency_cycles`), throughput one answer of each kind per cycle.
     """
@@ -97,6 +90,7 @@ class Answers(wiring.Component):
                 "req_accepted": In(1),
                 "rwd_accepted": In(1),
                 "req_dropped": In(1),
+                "load": In(DevLoad),
             }
         )
 
@@ -104,7 +98,7 @@ class Answers(wiring.Component):
         m = Module()
         m.submodules.completions = completions = Queue(shape=_Completion, depth=2 * self.outstanding)
         m.submodules.lines = lines = Queue(shape=_ReadData, depth=self.outstanding)
-        dev_load = self._count(m, completions.o, lines.o)
+        dev_load = self._count(m, completions, lines)
         memory, window, own = self.memory.payload, self.window.payload, self.own.payload
 
         m.submodules.ndr_turn = ndr_turn = RoundRobin(count=3)
@@ -156,31 +150,45 @@ class Answers(wiring.Component):
         return m
 
     def _count(self, m, completions, lines):
-        """Count the messages whose answers are not with the host yet. Returns the DevLoad that follows."""
-        completed, returned, for_rwd = Signal(), Signal(), completions.payload.with_data
-        m.d.comb += [
-            completed.eq(completions.valid & completions.ready),
-            returned.eq(lines.valid & lines.ready),
-        ]
-        req_owed, rwd_owed = Signal(range(self.outstanding + 1)), Signal(range(self.outstanding + 1))
-        m.d.sync += [
-            req_owed.eq(req_owed + self.req_accepted - returned - (completed & ~for_rwd) - self.req_dropped),
-            rwd_owed.eq(rwd_owed + self.rwd_accepted - (completed & for_rwd)),
-        ]
+        """Count messages until their answers are there, and until the host has these. Returns the DevLoad."""
+
+        accepted = Cat(self.req_accepted, self.rwd_accepted, self.req_dropped)
+
+        def events(done, line):
+            """What changes the counts, where completions pass at `done` and lines at `line`."""
+            completed, for_rwd = done.valid & done.ready, done.payload.with_data
+            return Cat(accepted, line.valid & line.ready, completed & ~for_rwd, completed & for_rwd)
+
+        def counted(name, events):
+            """Req and RwD messages under way, by these events."""
+            req_accepted, rwd_accepted, req_dropped, returned, req_completed, rwd_completed = events
+            req, rwd = (Signal(range(self.outstanding + 1), name=f"{of}_{name}") for of in ("req", "rwd"))
+            m.d.sync += [
+                req.eq(req + req_accepted - returned - req_completed - req_dropped),
+                rwd.eq(rwd + rwd_accepted - rwd_completed),
+            ]
+            return req, rwd
+
+        req_owed, rwd_owed = counted("owed", events(completions.o, lines.o))
+        answered = events(completions.i, lines.i)
+        happened = Signal(len(answered))  # a register, as grants are late
+        m.d.sync += happened.eq(answered)
+        req_inside, rwd_inside = counted("inside", happened)
         m.d.comb += [
             self.req_room.eq(req_owed != self.outstanding),
             self.rwd_room.eq(rwd_owed != self.outstanding),
         ]
-        dev_load = Signal(DevLoad)
-        m.d.sync += dev_load.eq(DevLoad.LIGHT)
+        own_load, dev_load = Signal(DevLoad), Signal(DevLoad)
+        own, behind = own_load.as_value(), self.load.as_value()
+        m.d.sync += [own_load.eq(DevLoad.LIGHT), dev_load.as_value().eq(Mux(own > behind, own, behind))]
         for load, eighths in (
             (DevLoad.OPTIMAL, 2),
             (DevLoad.MODERATE_OVERLOAD, 6),
             (DevLoad.SEVERE_OVERLOAD, 7),
         ):
             threshold = self.outstanding * eighths // 8
-            with m.If((req_owed >= threshold) | (rwd_owed >= threshold)):
-                m.d.sync += dev_load.eq(load)
+            with m.If((req_inside >= threshold) | (rwd_inside >= threshold)):
+                m.d.sync += own_load.eq(load)
         return dev_load
 
     def _send(self, m, completions, lines):

@@ -3,7 +3,7 @@
 from math import ceil
 from operator import add
 
-from amaranth.hdl import Cat, Module, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -12,7 +12,7 @@ from ..abi.config import LinkLayer
 from ..abi.dram import PARTS, Dram
 from ..abi.link import lines_per_cycle, ports, tokens
 from ..common.trees import reduce_tree
-from ..interfaces import FabricPort
+from ..interfaces import DevLoad, FabricPort
 from .merge import Merge
 from .messages import DRS, NDR, REQ, RWD
 from .pace import Pace
@@ -49,6 +49,8 @@ class Endpoint(wiring.Component):
     s2m_ndr : Out(stream(NDR)) x ports, s2m_drs : Out(stream(DRS)) x ports : answers to the host.
     memory : Out(FabricPort()) x ports : accesses to lines of the device.
     window : Out(FabricPort()) : accesses to lines of an aperture's command window; it answers in order.
+    loads : In(DevLoad) x slices : of each slice of the memory, with the attention work there. The most loaded
+        one is what the answers' DevLoad tells, or the port's own room if that is scarcer (`Answers`).
     link_reads, link_writes, outside_reads, outside_writes, unsupported : Out(64) : as in `abi.window`.
 
     Latency is `request_cycles` from a message to its request and `answer_cycles` from an answer to its
@@ -72,6 +74,7 @@ class Endpoint(wiring.Component):
                 "s2m_drs": Out(stream.Signature(DRS)).array(count),
                 "memory": Out(FabricPort()).array(count),
                 "window": Out(FabricPort()),
+                "loads": In(DevLoad).array(config.slices),
                 **dict.fromkeys(EVENTS, Out(64)),
             }
         )
@@ -95,6 +98,10 @@ class Endpoint(wiring.Component):
                 wiring.connect(m, wiring.flipped(getattr(self, name)[i]), getattr(port, name))
             wiring.connect(m, port.window, merge.masters[i])
         self._keep_pace(m, members)
+        load = Signal(DevLoad)
+        highest = reduce_tree([each.as_value() for each in self.loads], lambda a, b: Mux(a > b, a, b))
+        m.d.sync += load.as_value().eq(highest)
+        m.d.comb += [port.load.eq(load) for port in members]
         for name in EVENTS:
             counter = getattr(self, name)
             happened = Signal(self.ports, name=f"{name}_now")

@@ -7,7 +7,7 @@ from amaranth.lib.wiring import In, Out
 from ..abi import DeviceConfig
 from ..abi.lines import LINE_BYTES
 from ..common.buffer import Buffer
-from ..interfaces import FabricPort
+from ..interfaces import DevLoad, FabricPort
 from .answers import MIN_OUTSTANDING, Answers, OwnAnswer
 from .arrivals import Arrivals, Content
 from .decode import Access, Decoder
@@ -49,6 +49,7 @@ class Port(wiring.Component):
     memory : Out(FabricPort()) : accesses to lines of the device; tenant is the aperture, id is tag and LD-ID.
     window : Out(FabricPort()) : accesses to lines of an aperture's command window, counted from its start.
         Answers of both ports are taken in bounded time.
+    load : In(DevLoad) : of the memory; answers say it, or the port's own if that is larger (`Answers`).
     link_reads, link_writes, outside_reads, outside_writes, unsupported : Out(1) : a message passes that the
         counter of this name counts.
 
@@ -78,6 +79,7 @@ class Port(wiring.Component):
                 "s2m_open": In(1),
                 "memory": Out(FabricPort()),
                 "window": Out(FabricPort()),
+                "load": In(DevLoad),
                 **dict.fromkeys(EVENTS, Out(1)),
             }
         )
@@ -105,6 +107,7 @@ class Port(wiring.Component):
             arrivals.req_room.eq(answers.req_room & self.m2s_open),
             arrivals.rwd_room.eq(answers.rwd_room & self.m2s_open),
             answers.open.eq(self.s2m_open),
+            answers.load.eq(self.load),
             answers.req_accepted.eq(arrivals.req_accepted),
             answers.rwd_accepted.eq(arrivals.rwd_accepted),
             answers.req_dropped.eq(decoder.dropped),

@@ -16,6 +16,7 @@ from ..common.buffer import Buffer
 from ..common.reorder import Reorder
 from ..interfaces import (
     REQUEST_ID_BITS,
+    DevLoad,
     FabricPort,
     FabricRequest,
     FabricResponse,
@@ -29,6 +30,7 @@ from .backend import fabric_access, unit_access, write_answer
 from .dram.memory import COUNTERS as MEMORY_COUNTERS
 from .dram.memory import DramMemory
 from .fixed import FixedMemory
+from .load import LoadMeter
 from .owners import OwnerTable
 from .scrub import EXTENT_LINES_LOG2, Scrubber
 
@@ -81,6 +83,7 @@ class MemoryChannel(wiring.Component):
     owner : In(OwnerPort) : look-ups, claims and releases of extents of the channel.
     scrubbing, free : Out : extents that were given back and are not zero yet, and free ones.
     scrub_lines : Out(64) : lines that zeros were written over.
+    load : Out(DevLoad) : of the memory, with what the unit wants of it; see `LoadMeter`.
     refused : Out(stream(Refusal)).array : reports of refused accesses, one stream for each check of the owner
         table; `line` is of the channel.
     missed, forget : Out, In(1) : see `Reporter`; a bit of `missed` for each.
@@ -110,6 +113,7 @@ class MemoryChannel(wiring.Component):
                 "scrubbing": Out(range(config.slice_extents + 1)),
                 "free": Out(range(config.slice_extents + 1)),
                 "scrub_lines": Out(64),
+                "load": Out(DevLoad),
                 "refused": Out(stream.Signature(Refusal)).array(self.reports),
                 "missed": Out(self.reports),
                 "forget": In(1),
@@ -146,6 +150,14 @@ class MemoryChannel(wiring.Component):
         else:
             memory = DramMemory(channel=self.channel, config=config, slot_bits=bits)
         m.submodules.memory = memory
+        m.submodules.meter = meter = LoadMeter(places=memory.places)
+        accesses = (memory.port.unit, memory.port.fabric)
+        m.d.sync += meter.taken.eq(sum(access.valid & access.ready for access in accesses))
+        m.d.comb += [
+            meter.waiting.eq(memory.waiting),
+            meter.refused.eq(memory.refused),
+            self.load.eq(meter.load),
+        ]
         apart = self.reports == 2
         m.submodules.owners = owners = OwnerTable(config=config, checks=self.reports)
         wiring.connect(m, wiring.flipped(self.owner), owners.port)

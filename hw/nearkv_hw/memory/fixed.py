@@ -2,7 +2,7 @@
 
 from amaranth.hdl import Module, Signal
 from amaranth.lib import data, wiring
-from amaranth.lib.wiring import In
+from amaranth.lib.wiring import In, Out
 
 from ..abi.lines import LINE_BITS, LINE_BYTES
 from ..common.arbiter import RoundRobin
@@ -27,11 +27,14 @@ class FixedMemory(wiring.Component):
     Members
     -------
     port : In(Backend) : unit and fabric take turns when both want.
+    waiting : Out(1) : an access waited a cycle ago, as both clients had one; nothing else queues here.
+    refused : Out(1) : it was the fabric's.
 
     Latency is exactly `latency_cycles`, throughput one access per cycle.
     """
 
     writers = 1
+    places = 1
 
     def __init__(self, *, channel, latency_cycles, slot_bits):
         if not isinstance(latency_cycles, int) or latency_cycles < 2:
@@ -40,7 +43,11 @@ class FixedMemory(wiring.Component):
         self.latency_cycles = latency_cycles
         self.slot_bits = slot_bits
         super().__init__(
-            {"port": In(Backend(unit_bits=slot_bits, fabric_bits=slot_bits, writers=self.writers))}
+            {
+                "port": In(Backend(unit_bits=slot_bits, fabric_bits=slot_bits, writers=self.writers)),
+                "waiting": Out(1),
+                "refused": Out(1),
+            }
         )
 
     def elaborate(self, platform):
@@ -68,6 +75,10 @@ class FixedMemory(wiring.Component):
             contents.i.valid.eq(arbiter.grant[1] & fabric.write),
             contents.i.payload.data.eq(fabric.data),
             contents.i.payload.enable.eq(fabric.enable | (~fabric.partial).replicate(LINE_BYTES)),
+        ]
+        m.d.sync += [
+            self.waiting.eq(port.unit.valid & port.fabric.valid),
+            self.refused.eq(port.fabric.valid & ~port.fabric.ready),
         ]
         with m.If(arbiter.grant[0]):
             m.d.comb += [now.slot.eq(unit.slot), now.line.eq(unit.line)]

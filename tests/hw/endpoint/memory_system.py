@@ -58,7 +58,10 @@ class MemorySystem(wiring.Component):
             wiring.connect(m, self.fabric.channels[c], channel.fabric)
             wiring.connect(m, wiring.flipped(self.units[c]), channel.unit)
             wiring.connect(m, wiring.flipped(self.owners[c]), channel.owner)
-            m.d.comb += self.violations[c].eq(channel.violations)
+            m.d.comb += [
+                self.violations[c].eq(channel.violations),
+                self.endpoint.loads[c].eq(channel.load),
+            ]
         m.d.comb += [
             self.outside_reads.eq(self.endpoint.outside_reads),
             self.outside_writes.eq(self.endpoint.outside_writes),

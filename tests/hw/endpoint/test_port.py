@@ -291,7 +291,8 @@ async def a_host_that_takes_no_answers_of_one_kind_loses_nothing(dut, stopped):
 
 
 @cocotb.test()
-async def load_follows_what_is_owed(dut):
+async def load_follows_what_has_no_answer_yet(dut):
+    """The first answer tells how many were in the device, the last one that it is empty, taken or not."""
     await begin(dut)
     host = Host(dut)
     memory = Responder(dut, "memory", random("memory"))
@@ -319,7 +320,29 @@ async def load_follows_what_is_owed(dut):
             await cycles(dut, 6 * OUTSTANDING)
             host.ndr.backpressure = host.drs.backpressure = 0.0
             answers = await (host.drs if stream is host.req else host.ndr).receive(owed)
-            assert {a.get("header", a)["dev_load"] for a in answers} == {int(expected)}, (owed, expected)
+            loads = [a.get("header", a)["dev_load"] for a in answers]
+            assert loads == sorted(loads, reverse=True)
+            assert (loads[0], loads[-1]) == (int(expected), int(load.LIGHT)), (owed, expected)
+
+
+@cocotb.test()
+async def load_is_no_less_than_the_memorys(dut):
+    await begin(dut)
+    host = Host(dut)
+    memory = Responder(dut, "memory", random("memory"))
+    memory.holding = True
+    count = OUTSTANDING * 6 // 8
+    for behind in cxl.DevLoad:
+        dut.load.value = int(behind)
+        await cycles(dut, 4)
+        host.req.send([req(cxl.M2SReqOp.MEM_RD, 1)] * count)
+        await host.req.drained()
+        await cycles(dut, 8)
+        memory.holding = False
+        loads = [drs["header"]["dev_load"] for drs in await host.drs.receive(count)]
+        memory.holding = True
+        assert loads[0] == max(behind, cxl.DevLoad.MODERATE_OVERLOAD)
+        assert loads[-1] == behind
 
 
 @cocotb.test()

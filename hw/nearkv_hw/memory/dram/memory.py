@@ -16,7 +16,7 @@ from ...common.trees import reduce_tree
 from ..backend import Backend
 from ..ecc import LINE_CHECK_BITS, EccDecoder, line_check
 from .address import subchannel_of
-from .controller import DramController
+from .controller import DramController, default_read_entries
 from .part import DramBox
 from .partial import PartialWrites
 from .refresh import RefreshTimer
@@ -52,6 +52,9 @@ class DramMemory(wiring.Component):
     Members
     -------
     port : In(Backend) : accesses. A unit at the PHY has a decoder of its own.
+    waiting : Out(range(places + 1)) : reads that waited in the controllers a cycle ago. Of writes, most are
+        only being collected.
+    refused : Out(1) : an access of the fabric found no room in them a cycle ago.
     row_hits, row_misses, row_conflicts : Out(64) : lines that met their row open, no row, another row.
     refresh_cycles, turnaround_cycles, idle_cycles : Out(64) : cycles that a sub-channel spent on it, over all
         of them.
@@ -71,7 +74,15 @@ class DramMemory(wiring.Component):
         self.slot_bits = slot_bits
         self.writers = self.part.subchannels
         backend = Backend(unit_bits=slot_bits, fabric_bits=slot_bits, writers=self.writers)
-        super().__init__({"port": In(backend), **{name: Out(64) for name in COUNTERS}})
+        self.places = self.part.subchannels * default_read_entries(self.part)
+        super().__init__(
+            {
+                "port": In(backend),
+                "waiting": Out(range(self.places + 1)),
+                "refused": Out(1),
+                **{name: Out(64) for name in COUNTERS},
+            }
+        )
 
     @staticmethod
     def unloaded_cycles(config):
@@ -129,6 +140,10 @@ class DramMemory(wiring.Component):
         ):
             takes = ((sub == s) & target.ready for s, target in enumerate(targets))
             m.d.comb += stream.ready.eq(Cat(takes).any())
+        m.d.sync += [
+            self.waiting.eq(reduce_tree([controller.reads_waiting for controller in controllers], add)),
+            self.refused.eq(partial.o.valid & ~partial.o.ready),
+        ]
         self._return(m, tag, partial, controllers, boxes)
         for name, event in EVENTS.items():
             self._count(m, name, [getattr(controller, event) for controller in controllers])
