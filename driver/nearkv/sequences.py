@@ -259,23 +259,19 @@ class Sequences:
 
     def table(self, sequence: Sequence, layer: int) -> PageTable:
         """The page table of a handle in a layer."""
-        tables = sequence._tables if isinstance(sequence, Sequence) and sequence._owner is self else None
-        if tables is None:
-            tables = self.tables(sequence)  # which says why there are none
+        tables = self.tables(sequence)
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self._layers:
             raise UnknownHandleError(f"layer={layer!r}: the cache has layers 0 to {self._layers - 1}")
         return tables[layer]
 
     def batch(self, sequences: Many[Sequence], layer: int, *, distinct: bool = False) -> list[PageTable]:
         """The page tables of a batch in a layer; with `distinct`, an error when a sequence stands twice."""
-        if not isinstance(sequences, (list, tuple, Many)):  # what most are is found faster by its name
+        if not isinstance(sequences, Many):
             raise DtypeError(f"a batch is a list of sequences, not {type(sequences).__name__}")
-        tables = []
-        for sequence in sequences:
-            tables.append(self.table(sequence, layer))
+        tables = [self.table(sequence, layer) for sequence in sequences]
         if not tables:
             raise ShapeError("the batch has no sequence, must have at least one")
-        if distinct and len(tables) > 1 and len({id(table) for table in tables}) != len(tables):
+        if distinct and len({id(table) for table in tables}) != len(tables):
             raise ArgumentError(
                 f"{[s.slot for s in sequences]} names a sequence twice: rows would have no order"
             )
