@@ -112,7 +112,7 @@ class Step:
 
     def fits(self) -> bool:
         """Whether each table has room in a last page that no other table has, and all its rows."""
-        if self._moves != self._tenant.moves:
+        if self.outdated:
             return False
         shared = self._pages.shared
         for table in self.tables:
