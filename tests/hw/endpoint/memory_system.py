@@ -3,11 +3,16 @@
 from amaranth.hdl import Module
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
+from nearkv_hw.abi.config import EXTENT_BYTES
+from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.endpoint.endpoint import Endpoint
 from nearkv_hw.endpoint.messages import DRS, NDR, REQ, RWD
-from nearkv_hw.interfaces import FabricPort, OwnerPort, UnitMemory
+from nearkv_hw.interfaces import FabricPort, OwnerPort, OwnerRequest, OwnerResponse, UnitMemory
 from nearkv_hw.memory.channel import MemoryChannel
 from nearkv_hw.memory.fabric import Fabric
+from nearkv_sim.cocotb.streams import StreamSink, StreamSource
+
+EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 
 
 class MemorySystem(wiring.Component):
@@ -67,3 +72,24 @@ class MemorySystem(wiring.Component):
             self.outside_writes.eq(self.endpoint.outside_writes),
         ]
         return m
+
+
+async def claim(dut, *, channels, owners=None):
+    """Give extents to tenants, by `owners`; the first of every channel to tenant 0 if not given."""
+    owners = dict.fromkeys(range(channels), 0) if owners is None else owners
+    for c in range(channels):
+        source = StreamSource(dut, f"owners_{c}_request", shape=OwnerRequest)
+        sink = StreamSink(dut, f"owners_{c}_response", shape=OwnerResponse)
+        claims = [
+            {"extent": extent // channels, "tenant": tenant, "claim": 1}
+            for extent, tenant in owners.items()
+            if extent % channels == c
+        ]
+        source.send(claims)
+        assert not any(answer["owned"] for answer in await sink.receive(len(claims)))
+
+
+def line_of(n, *, channels):
+    """The n-th line of a memory with an extent in each channel: neighbours lie in different channels, then in
+    different sub-channels."""
+    return n % channels * EXTENT_LINES + n // channels

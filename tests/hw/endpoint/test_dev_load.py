@@ -7,21 +7,21 @@ of its own in test_port.py.
 """
 
 from collections import Counter
+from functools import partial
 
 import cocotb
+import memory_system
 import pytest
 from host_model import Host, req
-from memory_system import MemorySystem
+from memory_system import MemorySystem, claim
 from nearkv_hw.abi import configure
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.cxl import DevLoad, M2SReqOp
-from nearkv_hw.abi.lines import LINE_BYTES
-from nearkv_hw.interfaces import OwnerRequest, OwnerResponse, ReadRequest, ReadResponse
+from nearkv_hw.interfaces import ReadRequest, ReadResponse
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, start
 
 CHANNELS = 2
-EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 UNIT_LINES = 1500
 HOST_LINES = 1000
 WARM_CYCLES = 250
@@ -61,13 +61,6 @@ class Bench:
         self.units = [StreamSource(dut, f"units_{c}_request", shape=ReadRequest) for c in range(CHANNELS)]
         self.lines = [StreamSink(dut, f"units_{c}_response", shape=ReadResponse) for c in range(CHANNELS)]
 
-    async def claim(self):
-        for c in range(CHANNELS):
-            source = StreamSource(self._dut, f"owners_{c}_request", shape=OwnerRequest)
-            sink = StreamSink(self._dut, f"owners_{c}_response", shape=OwnerResponse)
-            source.send([{"extent": 0, "claim": 1}])
-            await sink.receive()
-
     async def attend(self, channels=range(CHANNELS), lines=UNIT_LINES):
         """Units stream; returns once their channels' load is that of the stream."""
         for c in channels:
@@ -103,16 +96,14 @@ class Bench:
         assert set(await self.probe()) == {DevLoad.LIGHT}
 
 
-def line_of(n):
-    """The n-th line of the memory: neighbours lie in different channels, then in different sub-channels."""
-    return n % CHANNELS * EXTENT_LINES + n // CHANNELS
+line_of = partial(memory_system.line_of, channels=CHANNELS)
 
 
 @cocotb.test()
 async def idle_is_light(dut):
     await start(dut)
     bench = Bench(dut)
-    await bench.claim()
+    await claim(dut, channels=CHANNELS)
     assert set(await bench.probe(count=40)) == {DevLoad.LIGHT}
 
 
@@ -122,7 +113,7 @@ async def attention_is_optimal_load(dut, channels):
     """Of all channels or of one: the most loaded one counts. With the last line it is over."""
     await start(dut)
     bench = Bench(dut)
-    await bench.claim()
+    await claim(dut, channels=CHANNELS)
     for _ in range(2):
         await bench.attend(channels)
         assert set(await bench.probe()) == {DevLoad.OPTIMAL}
@@ -137,7 +128,7 @@ async def the_links_rate_is_optimal_load(dut):
     """The answers that wait for the link are no load, however many messages hosts have under way."""
     await start(dut)
     bench = Bench(dut)
-    await bench.claim()
+    await claim(dut, channels=CHANNELS)
     loads = await bench.stream()
     assert loads[DevLoad.OPTIMAL] > 0.9 * loads.total()
     assert max(loads) <= DevLoad.MODERATE_OVERLOAD
@@ -149,7 +140,7 @@ async def more_than_the_memory_gives_is_overload(dut):
     """Lines of one sub-channel of one channel, which has half of what the link carries. Then it falls."""
     await start(dut)
     bench = Bench(dut)
-    await bench.claim()
+    await claim(dut, channels=CHANNELS)
     loads = await bench.stream(step=2 * CHANNELS)
     overload = loads[DevLoad.MODERATE_OVERLOAD] + loads[DevLoad.SEVERE_OVERLOAD]
     if parameters()["queues"]:
@@ -164,7 +155,7 @@ async def attention_and_host_together(dut):
     """Each alone is an optimal load. So are both, unless the fabric's share is less than the host wants."""
     await start(dut)
     bench = Bench(dut)
-    await bench.claim()
+    await claim(dut, channels=CHANNELS)
     lines = 8 * HOST_LINES  # more than go while the host reads its own
     await bench.attend(lines=lines)
     loads = await bench.stream()

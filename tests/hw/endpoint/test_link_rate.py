@@ -1,19 +1,18 @@
 """Every link carries its rate: reads, writes and both, of a large region that lies in all channels."""
 
+from functools import partial
+
 import cocotb
 import pytest
 from host_model import Host, req, rwd
-from memory_system import MemorySystem
+from memory_system import MemorySystem, claim, line_of
 from nearkv_hw.abi import configure, cxl
 from nearkv_hw.abi.config import EXTENT_BYTES, Link
-from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.link import RATES, lines_per_cycle
-from nearkv_hw.interfaces import OwnerRequest, OwnerResponse
 from nearkv_hw.memory.channel import OUTSTANDING
 from nearkv_sim.cocotb.runner import parameters, run
-from nearkv_sim.cocotb.streams import StreamSink, StreamSource, start
+from nearkv_sim.cocotb.streams import start
 
-EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 CHANNELS = 4
 CLOCK_MHZ = 800
 COUNT = 2400
@@ -55,11 +54,7 @@ def test_link_rate(link, latency_cycles):
 async def begin(dut):
     """The hosts of all ports, all extents theirs."""
     await start(dut)
-    for channel in range(CHANNELS):
-        source = StreamSource(dut, f"owners_{channel}_request", shape=OwnerRequest)
-        sink = StreamSink(dut, f"owners_{channel}_response", shape=OwnerResponse)
-        source.send([{"extent": 0, "tenant": 0, "claim": 1}])
-        await sink.receive()
+    await claim(dut, channels=CHANNELS)
     return [Host(dut, port=port) for port in range(parameters()["ports"])]
 
 
@@ -69,9 +64,7 @@ def rate(cycles):
     return (len(taken) - 1) / (taken[-1] - taken[0])
 
 
-def line(i):
-    """The i-th line of the region: neighbours lie in different channels."""
-    return i % CHANNELS * EXTENT_LINES + i // CHANNELS
+line = partial(line_of, channels=CHANNELS)
 
 
 @cocotb.test()

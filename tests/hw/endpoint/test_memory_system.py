@@ -10,23 +10,19 @@ at the other port, the latency of an idle device, a line per cycle from one chan
 import cocotb
 import pytest
 from host_model import ALL, Host, answer, place, req, rwd, seen
-from memory_system import MemorySystem
+from memory_system import EXTENT_LINES, MemorySystem, claim
 from nearkv_hw.abi import configure, cxl
-from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.interfaces import (
     FabricRequest,
     FabricResponse,
     Fault,
-    OwnerRequest,
-    OwnerResponse,
     ReadRequest,
     ReadResponse,
 )
 from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start, value
 
-EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 EXTENTS = 8
 LINES = EXTENTS * EXTENT_LINES
 CHANNELS = 2
@@ -70,16 +66,7 @@ class Bench:
         cocotb.start_soon(self._answer_windows())
 
     async def claim(self):
-        for c in range(CHANNELS):
-            source = StreamSource(self.dut, f"owners_{c}_request", shape=OwnerRequest)
-            sink = StreamSink(self.dut, f"owners_{c}_response", shape=OwnerResponse)
-            claims = [
-                {"extent": extent // CHANNELS, "tenant": tenant, "claim": 1}
-                for extent, tenant in OWNERS.items()
-                if extent % CHANNELS == c
-            ]
-            source.send(claims)
-            assert not any(a["owned"] for a in await sink.receive(len(claims)))
+        await claim(self.dut, channels=CHANNELS, owners=OWNERS)
 
     async def _answer_windows(self):
         lines = {}

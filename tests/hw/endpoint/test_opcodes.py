@@ -11,21 +11,21 @@ order of accesses.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import cocotb
+import memory_system
 import pytest
 from host_model import ALL, Host, req, rwd
-from memory_system import MemorySystem
+from memory_system import MemorySystem, claim
 from nearkv_hw.abi import configure, cxl
 from nearkv_hw.abi.config import EXTENT_BYTES
 from nearkv_hw.abi.lines import LINE_BYTES
-from nearkv_hw.interfaces import OwnerRequest, OwnerResponse
 from nearkv_sim.cocotb.runner import parameters, run
-from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start
+from nearkv_sim.cocotb.streams import cycles, random, start
 
 CHANNELS = 2
-EXTENT_LINES = EXTENT_BYTES // LINE_BYTES
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,11 @@ class Bench:
         self._dut, self._rng = dut, rng
         self._tag = 0
 
-    async def claim(self):
-        for c in range(CHANNELS):
-            source = StreamSource(self._dut, f"owners_{c}_request", shape=OwnerRequest)
-            sink = StreamSink(self._dut, f"owners_{c}_response", shape=OwnerResponse)
-            source.send([{"extent": 0, "tenant": 0, "claim": 1}])
-            await sink.receive()
+    async def send(self, messages):
+        """Send (name, message)s of one stream; all are taken then."""
+        source = getattr(self.host, RULES[messages[0][0]].stream)
+        source.send([message for _, message in messages])
+        await source.drained()
 
     def message(self, name, line, **more):
         """A message of this name, of a tag of its own; fields that must not matter are random."""
@@ -164,9 +163,7 @@ class Bench:
         return {kind: list(answers) for kind, answers in got.items()}
 
 
-def line_of(n):
-    """The n-th line of the test: neighbours lie in different channels."""
-    return n % CHANNELS * EXTENT_LINES + n // CHANNELS
+line_of = partial(memory_system.line_of, channels=CHANNELS)
 
 
 @cocotb.test()
@@ -179,7 +176,7 @@ async def every_three_in_every_order(dut, idle, backpressure):
     rng = random("triples", idle, backpressure)
     await start(dut)
     bench = Bench(dut, rng, idle, backpressure)
-    await bench.claim()
+    await claim(dut, channels=CHANNELS)
     sent = []
     sequences = list(product(RULES, repeat=3))
     rng.shuffle(sequences)
@@ -188,10 +185,8 @@ async def every_three_in_every_order(dut, idle, backpressure):
         # A known line, often a poisoned one.
         messages = [("MemWr", bench.message("MemWr", line, poison=rng.randrange(2)))]
         messages += [(name, bench.message(name, line)) for name in names]
-        for name, message in messages:
-            source = getattr(bench.host, RULES[name].stream)
-            source.send([message])
-            await source.drained()
+        for message in messages:
+            await bench.send([message])
         sent += messages
     tags = await bench.check(sent)
     assert tags["ndr"] != sorted(tags["ndr"]), "completions that need no memory overtake writes"
@@ -204,11 +199,10 @@ async def both_streams_on_few_lines(dut, idle, backpressure):
     rng = random("few lines", idle, backpressure)
     await start(dut)
     bench = Bench(dut, rng, idle, backpressure)
-    await bench.claim()
+    await claim(dut, channels=CHANNELS)
     lines = [line_of(n) for n in range(6)]
     known = [("MemWr", bench.message("MemWr", line, poison=0)) for line in lines]
-    bench.host.rwd.send([message for _, message in known])
-    await bench.host.rwd.drained()
+    await bench.send(known)
     names = {stream: [n for n, rule in RULES.items() if rule.stream == stream] for stream in ("req", "rwd")}
     messages = {
         stream: [(name, bench.message(name, rng.choice(lines))) for name in rng.choices(of_stream, k=500)]
@@ -234,15 +228,14 @@ async def reads_complete_out_of_order(dut):
     rng = random("order")
     await start(dut)
     bench = Bench(dut, rng)
-    await bench.claim()
+    await claim(dut, channels=CHANNELS)
     # Every other line of a channel lies in the same sub-channel, which needs two cycles for each.
     places = [*(line_of(4 * n) for n in range(16)), line_of(1)]
     writes = [("MemWr", bench.message("MemWr", line, poison=0)) for line in places]
-    bench.host.rwd.send([message for _, message in writes])
-    await bench.host.rwd.drained()
+    await bench.send(writes)
     await bench.check(writes)
     reads = [("MemRd", bench.message("MemRd", line)) for line in places]
-    bench.host.req.send([message for _, message in reads])
+    await bench.send(reads)
     tags = (await bench.check(reads))["drs"]
     of_idle = reads[-1][1]["tag"]
     # The fixed memory takes a line per cycle, so nothing waits there.
@@ -256,13 +249,11 @@ async def a_speculative_read_holds_no_place(dut):
     rng = random("speculative")
     await start(dut)
     bench = Bench(dut, rng)
-    await bench.claim()
+    await claim(dut, channels=CHANNELS)
     count = parameters()["outstanding"]
     spec = [("MemSpecRd", bench.message("MemSpecRd", line_of(n))) for n in range(3 * count)]
     line = [("MemWr", bench.message("MemWr", line_of(0), poison=0))]
     reads = [("MemRd", bench.message("MemRd", line_of(0))) for _ in range(count)]
     for named in (line, spec, reads):
-        source = getattr(bench.host, RULES[named[0][0]].stream)
-        source.send([message for _, message in named])
-        await source.drained()
+        await bench.send(named)
     await bench.check(line + spec + reads)
