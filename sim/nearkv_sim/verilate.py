@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .cache import cache_folder, digest, filled_whole, locked
-from .toolchain import ToolMissing, find_verilator
+from .toolchain import find_compiler, find_verilator
 
 if TYPE_CHECKING:
     from nearkv_hw.verilog import VerilogDesign
@@ -47,7 +47,7 @@ class Recipe:
     top : the top module.
     sources : generated files, name to text: Verilog in the order in which it is read, and C++ headers.
     native : hand-written files, .sv and .cpp; headers beside them are found.
-    library : a shared library if true, else a program.
+    library : a shared library, which may run for hours, if true, else a program.
     verilator : more options of Verilator.
     optimise : the compiler's optimisation option.
     compile : more options of the compiler.
@@ -76,21 +76,10 @@ class Recipe:
                 *(part for path in (*self.native, *headers) for part in (path.name, path.read_bytes())),
                 str((self.library, self.optimise, *self.verilator, "", *self.compile, "", *self.link)),
                 find_verilator().version,
-                compiler_version(),
+                find_compiler(fast=self.library).version,
                 processor() if self.march_native else platform.machine(),
             ]
         )
-
-
-@cache
-def compiler_version() -> str:
-    """The C++ compiler's first line about itself; ToolMissing where there is none."""
-    for program, package in (("g++", "g++"), ("make", "make"), ("c++", "g++"), ("ar", "binutils")):
-        if shutil.which(program) is None:
-            raise ToolMissing(f"{program} is missing; install it with: sudo apt-get install -y {package}")
-    return subprocess.run(["c++", "--version"], capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )[0]
 
 
 @cache
@@ -138,10 +127,11 @@ def _build_into(folder: Path, product: str, recipe: Recipe, report: Report) -> N
         for name, text in recipe.sources.items():
             (work / name).write_text(text)
         verilator = find_verilator()
-        compile_options = [*recipe.compile, "-fpch-preprocess", *(["-fPIC"] if recipe.library else [])]
+        compiler = find_compiler(fast=recipe.library)
+        compile_options = [*recipe.compile, *compiler.options, *(["-fPIC"] if recipe.library else [])]
         if recipe.march_native:
             compile_options.append("-march=native")
-        link_options = [*(["-shared"] if recipe.library else []), *recipe.link]
+        link_options = [*(["-shared"] if recipe.library else []), *recipe.link, *compiler.link]
         include = {f"-I{path.parent}" for path in recipe.native if path.suffix == ".cpp"}
         command = [
             *(str(verilator.executable), "-cc", "--exe", "--prefix", "Vtop", "--top-module", recipe.top),
@@ -158,16 +148,18 @@ def _build_into(folder: Path, product: str, recipe: Recipe, report: Report) -> N
         _step("verilator", command, work, environment, report)
         report(f"{recipe.name}: compiling (Verilator took {time.monotonic() - started:.0f} s)")
         flags = {
+            "CXX": compiler.executable,
+            "LINK": compiler.executable,
             # The wheel's verilated.mk leaves some of these empty.
             "CFG_CXXFLAGS_PCH_I": "-include",
             "CFG_CXXFLAGS_STD": "-std=gnu++20",
-            "CFG_CXXFLAGS_COROUTINES": "-fcoroutines",
+            "CFG_CXXFLAGS_COROUTINES": "",  # no option is needed in this standard
             "CFG_LDLIBS_THREADS": "-pthread",
             "OPT_FAST": recipe.optimise,
             "OPT_GLOBAL": "-O2",  # the run-time library, the same for all: ccache has it
             "OPT_SLOW": "-O0",  # what runs once
         }
-        if shutil.which("ccache"):
+        if compiler.cached and shutil.which("ccache"):
             flags["OBJCACHE"] = "ccache"
             environment["CCACHE_SLOPPINESS"] = "pch_defines,time_macros"
         jobs = len(os.sched_getaffinity(0))

@@ -46,6 +46,46 @@ def test_survey_names_what_is_there_and_how_to_get_the_rest(monkeypatch):
     assert gone["lz4.h"].install == "sudo apt-get install -y liblz4-dev"
 
 
+@pytest.fixture
+def compilers(monkeypatch, tmp_path):
+    """Makes programs of the given names the only compilers there are; ends with an empty cache of them."""
+
+    def there(**versions: str):
+        for name, text in versions.items():
+            program = tmp_path / name.replace("_", "+")
+            program.write_text(f"#!/bin/sh\necho '{text}'\n")
+            program.chmod(0o755)
+        found = {"make": "make", "ar": "ar"} | {path.name: str(path) for path in tmp_path.iterdir()}
+        monkeypatch.setattr(shutil, "which", lambda name: found.get(name))
+        toolchain.find_compiler.cache_clear()
+
+    monkeypatch.delenv("CXX", raising=False)
+    yield there
+    toolchain.find_compiler.cache_clear()
+
+
+def test_the_device_s_compiler_is_the_one_with_the_faster_code(compilers, monkeypatch):
+    compilers(g__="g++ (Debian) 12.2.0")
+    assert toolchain.find_compiler(fast=True).version == "g++ (Debian) 12.2.0"
+    compilers(clang__="Debian clang version 14.0.6")
+    fast, cached = toolchain.find_compiler(fast=True), toolchain.find_compiler(fast=False)
+    assert (fast.version, fast.cached) == ("Debian clang version 14.0.6", False)
+    assert (cached.version, cached.cached) == ("g++ (Debian) 12.2.0", True)
+    monkeypatch.setenv("CXX", "g++")
+    toolchain.find_compiler.cache_clear()
+    assert toolchain.find_compiler(fast=True) == cached
+    monkeypatch.setenv("CXX", "c+++")
+    toolchain.find_compiler.cache_clear()
+    with pytest.raises(ToolMissing, match=r"CXX=c\+\+\+: no such compiler; unset it, or name one"):
+        toolchain.find_compiler(fast=True)
+
+
+def test_no_compiler_is_told_with_what_installs_one(compilers):
+    compilers()
+    with pytest.raises(ToolMissing, match=r"a C\+\+ compiler is missing; .* apt-get install -y g\+\+"):
+        toolchain.find_compiler(fast=True)
+
+
 def test_old_verilator_is_refused(monkeypatch, tmp_path):
     fake = tmp_path / "verilator_bin"
     fake.write_text("#!/bin/sh\necho Verilator 5.006 2023-01-22\n")
