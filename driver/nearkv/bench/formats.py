@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nearkv.device import open
+from nearkv.device import Device, open
 from nearkv.quantise.formats import PRESETS
 from nearkv.workload import Workload
 
 from . import Progress, Quiet
 
-ROWS = 2048
+ROWS = (2048, 8192)
+"""Rows of the two jobs that are compared."""
 DIMS = (128, 32)
 """Rows of whole lines, and rows of which narrow ones share a line."""
 
@@ -19,10 +20,12 @@ DIMS = (128, 32)
 def measure(
     spec: str, *, formats: list[str], progress: Progress | None = None, **overrides: Any
 ) -> Iterator[dict[str, Any]]:
-    """`formats.lines_per_cycle` of every format and dimension, from the counters of the units.
+    """Of every format and dimension, two rates of one attention unit.
 
-    A unit's cycles with something to stream, but for those in which the memory had not answered yet, are
-    what its lines took. As many query heads as the units keep attend at once.
+    `formats.lines_per_cycle` is what the unit takes while a pass goes on: the lines that a long job has more
+    than a short one, over the cycles that it has more. `formats.job_lines_per_cycle` is the short job's own,
+    which has its begin and its end over few lines. A cycle counts in both if the unit had something to stream
+    and the memory had answered. As many query heads as the unit keeps attend at once.
 
     Parameters
     ----------
@@ -34,26 +37,39 @@ def measure(
     progress = progress or Quiet()
     progress.begin(f"{spec}: build or open")
     with open(spec, report=progress.tell, **overrides) as device:
-        config = device.config
         for name in formats:
             for dim in DIMS:
                 progress.begin(f"{name}, {dim} elements")
-                work = Workload(
-                    rows=ROWS, kv_heads=2, batch=1, group=config.queries, head_dim=dim, dtype=name
+                short, long = (
+                    Workload(
+                        rows=rows, kv_heads=1, batch=1, group=device.config.queries, head_dim=dim, dtype=name
+                    )
+                    for rows in ROWS
                 )
-                with work.fill(device) as filled:
-                    filled.step()
-                    before = device.stats()
-                    filled.step()
-                    done = device.stats() - before
-                lines = sum(channel.unit_lines for channel in done.channels)
-                waited = sum(channel.unit_wait for channel in done.channels)
-                yield {
-                    "name": "formats.lines_per_cycle",
-                    "value": lines / (lines + waited),
-                    "unit": "lines per cycle and unit",
-                    "config": {"device": spec, **config.to_dict(), **work.to_dict(), "lines": lines},
-                }
+                lines, cycles = _taken(device, short)
+                more_lines, more_cycles = _taken(device, long)
+                config = {"device": spec, **device.config.to_dict(), **short.to_dict()}
+                for what, value, rows in (
+                    ("lines", (more_lines - lines) / (more_cycles - cycles), list(ROWS)),
+                    ("job_lines", lines / cycles, short.rows),
+                ):
+                    yield {
+                        "name": f"formats.{what}_per_cycle",
+                        "value": value,
+                        "unit": "lines per cycle and unit",
+                        "config": {**config, "rows": rows},
+                    }
+
+
+def _taken(device: Device, work: Workload) -> tuple[int, int]:
+    """Lines that the units take in a job, and their cycles in which they had one to take."""
+    with work.fill(device) as filled:
+        filled.step()
+        before = device.stats()
+        filled.step()
+        done = device.stats() - before
+    lines = sum(channel.unit_lines for channel in done.channels)
+    return lines, lines + sum(channel.unit_wait for channel in done.channels)
 
 
 def steps(formats: list[str]) -> int:

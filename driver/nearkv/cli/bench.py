@@ -122,10 +122,11 @@ def formats(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure how many lines a unit takes in a cycle, by KV format (formats.lines_per_cycle).
+    """Measure how many lines a unit takes in a cycle, by KV format.
 
-    Rows of 128 elements and of 32, with as many query heads as a unit keeps. A card with the fixed memory and
-    one channel shows as much as a whole one, and is built in a fraction of the time:
+    formats.lines_per_cycle is the rate while a pass goes on, formats.job_lines_per_cycle that of a whole job
+    of 2,048 rows. Rows of 128 elements and of 32, with as many query heads as a unit keeps. A card with the
+    fixed memory and one channel shows as much as a whole one, and is built in a fraction of the time:
     --set channels=1 --set dram=fixed.
     """
     from nearkv.bench import formats as bench
