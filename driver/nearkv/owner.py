@@ -1,4 +1,4 @@
-"""What the owner of a device sees and says: how much each tenant may have, and who tried what."""
+"""What the owner of a device sees and says: how much each tenant may have and use, and who tried what."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from nearkv_hw.abi.owner import (
     RECORD,
     RECORDS,
     RECORDS_LINE,
+    WEIGHT_BITS,
+    WEIGHTS,
+    WEIGHTS_LINE,
     Violation,
     owner_address,
 )
@@ -108,13 +111,44 @@ class Owner:
         the device has no room for ...; tenant 1 may own 2 extents of 1 MiB and owns 2: ...
         >>> dev.close()
         """
-        apertures = self._config.apertures
-        if isinstance(tenant, bool) or not isinstance(tenant, int) or not 0 <= tenant < apertures:
-            raise UnknownHandleError(f"tenant={tenant!r}: the device has tenants 0 to {apertures - 1}")
+        self._check_tenant(tenant)
         whole_number("size_bytes", size_bytes, 0, self._config.capacity_bytes)
         if size_bytes % EXTENT_BYTES:
             raise ArgumentError(f"size_bytes={size_bytes}: must be a multiple of {EXTENT_BYTES}, an extent")
         self._write(QUOTAS_LINE, QUOTAS.pack_bytes({f"tenant{tenant}": size_bytes // EXTENT_BYTES}), tenant)
+
+    def weights(self) -> list[int]:
+        """Share of each tenant in the attention units, beside the others'; at first 1 of all."""
+        values = WEIGHTS.unpack(self._read(WEIGHTS_LINE)[0])
+        return [values[f"tenant{n}"] for n in range(self._config.apertures)]
+
+    def set_weight(self, tenant: int, weight: int) -> None:
+        """Let a tenant's jobs have so many lines for each that one of weight 1 has.
+
+        That is so while jobs of both wait, but for a few jobs that are under way; nobody waits for one that
+        has no jobs.
+
+        Parameters
+        ----------
+        weight : from 1 to 255.
+
+        Raises
+        ------
+        UnknownHandleError : for a tenant that the device has not.
+        ArgumentError : for a weight that is none.
+
+        Examples
+        --------
+        >>> import nearkv
+        >>> dev = nearkv.open("model")
+        >>> dev.owner.set_weight(1, 3)
+        >>> dev.owner.weights()
+        [1, 3]
+        >>> dev.close()
+        """
+        self._check_tenant(tenant)
+        whole_number("weight", weight, 1, (1 << WEIGHT_BITS) - 1)
+        self._write(WEIGHTS_LINE, WEIGHTS.pack_bytes({f"tenant{tenant}": weight}), tenant)
 
     def audit(self) -> list[AuditRecord]:
         """What tenants tried since the last call, the first first; `lost` tells how much more there was.
@@ -135,6 +169,11 @@ class Owner:
     def lost(self) -> int:
         """Violations since reset for which the log, of 16 records, had no room."""
         return AUDIT.unpack(self._read(AUDIT_LINE)[0])["lost"]
+
+    def _check_tenant(self, tenant: int) -> None:
+        apertures = self._config.apertures
+        if isinstance(tenant, bool) or not isinstance(tenant, int) or not 0 <= tenant < apertures:
+            raise UnknownHandleError(f"tenant={tenant!r}: the device has tenants 0 to {apertures - 1}")
 
     def _read(self, *lines: int) -> list[bytes]:
         addresses = np.array([owner_address(self._config, line) for line in lines], np.uint64)

@@ -34,6 +34,7 @@ def owner(device):
     yield device.owner
     for tenant in range(device.config.apertures):
         device.owner.set_quota(tenant, device.config.capacity_bytes)
+        device.owner.set_weight(tenant, 1)
 
 
 def test_a_quota_holds_and_is_said(device, owner):
@@ -149,7 +150,14 @@ def test_the_page_is_the_owners(device):
     assert np.array_equal(before.data, after.data)
     register = np.array([register_address(config, 0, DEVICE_COUNTERS_LINE)], np.uint64)
     counted = DEVICE_COUNTERS.unpack(device._port.run([Read(register)])[0].data[0].tobytes())
-    assert counted["errors"] == errors + 2
+    assert counted["errors"] == errors + 3  # with the weights, none of which is one
+
+
+def test_weights_are_kept(device, owner):
+    assert owner.weights() == [1, 1]
+    owner.set_weight(1, 255)
+    owner.set_weight(0, 2)
+    assert owner.weights() == [2, 255]
 
 
 def test_arguments_are_checked(model):
@@ -159,6 +167,11 @@ def test_arguments_are_checked(model):
         model.owner.set_quota(0, 1000)
     with pytest.raises(ArgumentError, match="size_bytes=-1: must be an integer from 0 to 2147483648"):
         model.owner.set_quota(0, -1)
+    with pytest.raises(UnknownHandleError, match="tenant=-1: the device has tenants 0 to 1"):
+        model.owner.set_weight(-1, 1)
+    for weight in (0, 256):
+        with pytest.raises(ArgumentError, match=f"weight={weight}: must be an integer from 1 to 255"):
+            model.owner.set_weight(0, weight)
 
 
 def test_a_tenant_without_a_quota_has_nothing(model):

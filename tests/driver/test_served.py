@@ -181,17 +181,20 @@ def test_processes_that_are_killed_lose_nothing(server):
 
 
 @pytest.mark.parametrize(
-    ("quota", "message"),
+    ("option", "message"),
     [
-        ("1", "write TENANT=MIB"),
-        ("x=1", "write TENANT=MIB"),
-        ("9=1", "tenant=9"),
-        ("0=99999999", "size_bytes"),
+        ("--quota 1", "write TENANT=MIB"),
+        ("--quota x=1", "write TENANT=MIB"),
+        ("--quota 9=1", "tenant=9"),
+        ("--quota 0=99999999", "size_bytes"),
+        ("--weight 1", "write TENANT=N"),
+        ("--weight 9=1", "tenant=9"),
+        ("--weight 0=256", "weight=256"),
     ],
 )
-def test_a_quota_that_is_none_is_refused(tmp_path, quota, message):
+def test_what_no_tenant_can_have_is_refused(tmp_path, option, message):
     result = CliRunner().invoke(
-        app, ["serve", str(tmp_path / "socket"), "--device", "model", "--quota", quota]
+        app, ["serve", str(tmp_path / "socket"), "--device", "model", *option.split()]
     )
     assert result.exit_code == 2
     assert message in result.output
@@ -200,7 +203,7 @@ def test_a_quota_that_is_none_is_refused(tmp_path, quota, message):
 def test_the_command_serves(tmp_path):
     path = tmp_path / "socket"
     command = "import sys; from nearkv.cli import main; sys.argv[1:1] = ['serve']; main()"
-    options = ["--device", "model", "--quota", "1=3"]
+    options = ["--device", "model", "--quota", "1=3", "--weight", "1=2"]
     process = subprocess.Popen([sys.executable, "-c", command, str(path), *options])
     try:
         for _ in range(600):

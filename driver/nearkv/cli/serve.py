@@ -19,6 +19,14 @@ def serve(
         list[str] | None,
         typer.Option("--quota", metavar="TENANT=MIB", help="What a tenant may own; may be given again."),
     ] = None,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--weight",
+            metavar="TENANT=N",
+            help="Its share of the attention units, 1 to 255; may be given again.",
+        ),
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
     """Serve a device to several host processes: nearkv.open("unix:PATH").
@@ -32,11 +40,15 @@ def serve(
     from nearkv.errors import ArgumentError, UnknownHandleError
     from nearkv.owner import Owner
 
-    wanted = [_quota(text) for text in quotas or ()]
+    limits = [_pair(text, "TENANT=MIB, such as 1=2048") for text in quotas or ()]
+    shares = [_pair(text, "TENANT=N, such as 1=3") for text in weights or ()]
     port = open_port(device, **overrides_of(overrides))
     try:
-        for tenant, size_bytes in wanted:
-            Owner(port, port.config).set_quota(tenant, size_bytes)
+        owner = Owner(port, port.config)
+        for tenant, size_mib in limits:
+            owner.set_quota(tenant, size_mib << 20)
+        for tenant, weight in shares:
+            owner.set_weight(tenant, weight)
     except (ArgumentError, UnknownHandleError) as error:
         port.close()
         raise typer.BadParameter(str(error)) from error
@@ -50,9 +62,9 @@ def serve(
         server.close()
 
 
-def _quota(text: str) -> tuple[int, int]:
-    """A tenant and bytes."""
-    tenant, _, size_mib = text.partition("=")
-    if not tenant.isdecimal() or not size_mib.isdecimal():
-        raise typer.BadParameter(f"{text!r}: write TENANT=MIB, such as 1=2048")
-    return int(tenant), int(size_mib) << 20
+def _pair(text: str, form: str) -> tuple[int, int]:
+    """A tenant and a number."""
+    tenant, _, number = text.partition("=")
+    if not tenant.isdecimal() or not number.isdecimal():
+        raise typer.BadParameter(f"{text!r}: write {form}")
+    return int(tenant), int(number)

@@ -1,4 +1,4 @@
-"""The owner's page: quotas of tenants, and a log of what they tried.
+"""The owner's page: quotas and weights of tenants, and a log of what they tried.
 
 It lies behind the command window of aperture 0, in a page of host addresses of its own, so that who owns the
 device can keep it from who has that aperture. Every other aperture has nothing there.
@@ -22,6 +22,8 @@ HOLDINGS_LINE = 1
 """Owner's line of `HOLDINGS`."""
 AUDIT_LINE = 2
 """Owner's line of `AUDIT`, whose `read` takes writes."""
+WEIGHTS_LINE = 3
+"""Owner's line of `WEIGHTS`, which takes writes."""
 RECORDS_LINE = 16
 """Owner's line of record 0's `RECORD`; record i is i mod `RECORDS` lines further."""
 RECORDS = 16
@@ -42,6 +44,21 @@ HOLDINGS = Layout(
     LINE_BITS,
     *(Field(f"tenant{n}", 32, "extents that the tenant owns") for n in range(MAX_APERTURES)),
 )
+
+WEIGHT_BITS = 8
+WEIGHT_LINES_LOG2 = 10
+"""Log2 of the lines that a weight of 1 gets in a round."""
+WEIGHTS = Layout(
+    "weights",
+    LINE_BITS,
+    *(
+        Field(
+            f"tenant{n}", 32, "share of the attention units, from 1, as at reset, to 255; others are refused"
+        )
+        for n in range(MAX_APERTURES)
+    ),
+)
+"""While several tenants have jobs waiting, the lines of their jobs are as their weights."""
 
 AUDIT = Layout(
     "audit state",

@@ -1,4 +1,4 @@
-"""The owner's page: quotas, holdings, and the log of violations."""
+"""The owner's page: quotas, weights, holdings, and the log of violations."""
 
 from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, memory, stream, wiring
@@ -18,6 +18,9 @@ from ..abi.owner import (
     RECORD,
     RECORDS,
     RECORDS_LINE,
+    WEIGHT_BITS,
+    WEIGHTS,
+    WEIGHTS_LINE,
 )
 from ..interfaces import EXTENTS_BITS, LINE_ADDRESS_BITS, Refusal
 from ..memory.scrub import EXTENT_LINES_LOG2
@@ -29,7 +32,7 @@ _KEPT = data.StructLayout({"refusal": Refusal, "cycle": RECORD["cycle"].width})
 
 
 class OwnerPage(wiring.Component):
-    """Quotas of tenants as their owner sets them, and a log of the violations of all of them.
+    """Quotas and weights of tenants as their owner sets them, and a log of the violations of all of them.
 
     Parameters
     ----------
@@ -42,8 +45,10 @@ class OwnerPage(wiring.Component):
     write : In(1), given : In(LINE_BITS), enable : In(64) : it writes words of 32 bits, those of which all
         bytes are enabled; what takes no writes stays as it is.
     data : Out(LINE_BITS) : the line's data.
-    refused : Out(1) : a write says that more was read than was recorded, or less than before.
+    refused : Out(1) : a write says that more was read than was recorded, or less than before, or names a
+        weight that is none.
     quotas : Out(EXTENTS_BITS) x apertures : extents that each tenant may own.
+    weights : Out(WEIGHT_BITS) x apertures : share of each in the attention units.
     holdings : In(EXTENTS_BITS) x apertures : extents that each owns.
     cycles : In(64) : the device's cycle.
     reports : In(stream(Refusal)) : violations; `line` is of the device.
@@ -70,6 +75,7 @@ class OwnerPage(wiring.Component):
                 "data": Out(LINE_BITS),
                 "refused": Out(1),
                 "quotas": Out(EXTENTS_BITS, init=config.extents).array(config.apertures),
+                "weights": Out(WEIGHT_BITS, init=1).array(config.apertures),
                 "holdings": In(EXTENTS_BITS).array(config.apertures),
                 "cycles": In(64),
                 "reports": In(stream.Signature(Refusal)),
@@ -106,31 +112,42 @@ class OwnerPage(wiring.Component):
             self.data.eq(Mux(known, Mux(full_here, record, 0), shown)),
         ]
         quotas, holdings = Signal(layout_of(QUOTAS)), Signal(layout_of(HOLDINGS))
+        weights = Signal(layout_of(WEIGHTS))
         audit = Signal(layout_of(AUDIT))
         m.d.comb += [audit.recorded.eq(recorded), audit.read.eq(read), audit.lost.eq(lost)]
         for n, (quota, holding) in enumerate(zip(self.quotas, self.holdings, strict=True)):
             m.d.comb += [quotas[f"tenant{n}"].eq(quota), holdings[f"tenant{n}"].eq(holding)]
+            m.d.comb += weights[f"tenant{n}"].eq(self.weights[n])
         with m.If(self.access):
             m.d.sync += held.eq(self.line)
             with m.Switch(self.line):
-                for line, value in ((QUOTAS_LINE, quotas), (HOLDINGS_LINE, holdings), (AUDIT_LINE, audit)):
+                for line, value in (
+                    (QUOTAS_LINE, quotas),
+                    (HOLDINGS_LINE, holdings),
+                    (AUDIT_LINE, audit),
+                    (WEIGHTS_LINE, weights),
+                ):
                     with m.Case(line):
                         m.d.sync += shown.eq(value)
                 with m.Default():
                     m.d.sync += shown.eq(0)
         writes = self.access & self.write
-        for n, quota in enumerate(self.quotas):
-            offset, size = QUOTAS.offset(f"tenant{n}"), QUOTAS[f"tenant{n}"].width
-            whole = self.enable[offset // 8 :][: size // 8].all()
-            given = self.given[offset:][:size]
+        no_weight = Signal(self.config.apertures)
+        for n, (quota, weight) in enumerate(zip(self.quotas, self.weights, strict=True)):
+            given, whole = self._word(QUOTAS, f"tenant{n}")
             with m.If(writes & (self.line == QUOTAS_LINE) & whole):
                 # More than all of any device is all of it.
                 m.d.sync += quota.eq(Mux(given[EXTENTS_BITS:].any(), (1 << EXTENTS_BITS) - 1, given))
-        offset, size = AUDIT.offset("read"), AUDIT["read"].width
-        given = self.given[offset:][:size]
-        reads = writes & (self.line == AUDIT_LINE) & self.enable[offset // 8 :][: size // 8].all()
-        fits = (given - read)[:size] <= (recorded - read)[:size]
-        m.d.comb += [self.refused.eq(reads & ~fits), self.forget.eq(reads & fits)]
+            given, whole = self._word(WEIGHTS, f"tenant{n}")
+            with m.If(writes & (self.line == WEIGHTS_LINE) & whole):
+                with m.If(given[WEIGHT_BITS:].any() | (given == 0)):
+                    m.d.comb += no_weight[n].eq(1)
+                with m.Else():
+                    m.d.sync += weight.eq(given)
+        given, whole = self._word(AUDIT, "read")
+        reads = writes & (self.line == AUDIT_LINE) & whole
+        fits = (given - read)[: len(read)] <= (recorded - read)[: len(read)]
+        m.d.comb += [self.refused.eq(reads & ~fits | no_weight.any()), self.forget.eq(reads & fits)]
         with m.If(self.forget):
             m.d.sync += read.eq(given)
 
@@ -177,6 +194,11 @@ class OwnerPage(wiring.Component):
                     m.d.sync += recorded.eq(recorded + 1)
                 m.next = "WAIT"
         return m
+
+    def _word(self, layout, name):
+        """What is written of a word, and whether all of it is."""
+        offset, size = layout.offset(name), layout[name].width
+        return self.given[offset:][:size], self.enable[offset // 8 :][: size // 8].all()
 
 
 assert RECORD["address"].width >= LINE_ADDRESS_BITS + LINE_SHIFT

@@ -6,7 +6,7 @@ from amaranth.lib.wiring import In, Out
 from amaranth.utils import ceil_log2
 
 from ..abi import DeviceConfig
-from ..abi.descriptor import COMPLETION_BYTES, DESCRIPTOR_BYTES
+from ..abi.descriptor import COMPLETION, COMPLETION_BYTES, DESCRIPTOR_BYTES
 from ..abi.lines import LINE_BITS, LINE_BYTES
 from ..abi.owner import OWNER_OFFSET
 from ..abi.window import (
@@ -22,11 +22,12 @@ from ..abi.window import (
     QUEUE_COUNTERS,
     REGISTERS_OFFSET,
 )
-from ..interfaces import EXTENTS_BITS, REQUEST_ID_BITS, TENANT_BITS, FabricPort, Refusal
+from ..interfaces import EXTENTS_BITS, REQUEST_ID_BITS, FabricPort, Refusal
 from ..structs import layout_of
 from .owner import OWNER_LINES, OwnerPage
 from .records import Completed, Posted
 from .registers import REGISTER_BITS, Registers
+from .turns import Turns
 
 _OWNER_LINE = OWNER_OFFSET // LINE_BYTES
 _LINES = _OWNER_LINE + OWNER_LINES
@@ -45,7 +46,7 @@ class Part(enum.Enum, shape=3):
 
 
 class CommandWindow(wiring.Component):
-    """Holds the rings of all apertures, posts their descriptors in turn, and answers the host.
+    """Holds the rings of all apertures, posts their descriptors as `Turns` chooses, and answers the host.
 
     Parameters
     ----------
@@ -54,7 +55,7 @@ class CommandWindow(wiring.Component):
     Members
     -------
     host : In(FabricPort()) : reads and writes; `line` of the window, `tenant` is the aperture.
-    descriptors : Out(stream(Posted)) : posted descriptors, apertures in turn.
+    descriptors : Out(stream(Posted)) : posted descriptors.
     completions : In(stream(Completed)) : records to write; always taken.
     cycles : Out(64) : the device's cycle counter.
     device : In(DEVICE_COUNTERS) : counters of the endpoint and the violations; what the window counts itself
@@ -109,6 +110,7 @@ class CommandWindow(wiring.Component):
         m.submodules.registers = registers = Registers(config=self.config)
         refused, completed, failed = Signal(), Signal(), Signal()
         self._page = m.submodules.owner = OwnerPage(config=self.config)
+        self._turns = m.submodules.turns = Turns(config=self.config)
         self._own(m, registers)
         self._count(m, registers, refused, completed, failed)
         rung = Signal(self.config.apertures)  # by a doorbell with new descriptors
@@ -149,6 +151,7 @@ class CommandWindow(wiring.Component):
                 page.holdings[n].eq(self.holdings[n]),
                 registers.quotas[n].eq(page.quotas[n]),
                 registers.holdings[n].eq(self.holdings[n]),
+                self._turns.weights[n].eq(page.weights[n]),
             ]
 
     @property
@@ -281,37 +284,32 @@ class CommandWindow(wiring.Component):
                 m.d.comb += refused.eq(1)
 
     def _post(self, m, registers, rung):
-        """Takes descriptors from the rings, apertures in turn."""
+        """Takes descriptors from the rings."""
         ports = [ring.read_port() for ring in self._descriptor_rings]
         apertures = self.config.apertures
         heads = [Signal(32, name=f"head{n}") for n in range(apertures)]
         waiting = Signal(apertures)
-        chosen, turn = Signal(TENANT_BITS), Signal(TENANT_BITS)
+        turns, chosen = self._turns, self._turns.chosen
         index = Signal(32)
         out = self.descriptors
         for n, (head, ring) in enumerate(zip(heads, registers.rings, strict=True)):
             m.d.comb += ring.head.eq(head)
             # A cycle late: a head that moves is seen in time, since posting takes a cycle.
             m.d.sync += waiting[n].eq((ring.tail != head) | rung[n])
-        with m.Switch(turn):  # the aperture after the last one goes first
-            for first in range(apertures):
-                with m.Case(first):
-                    for n in reversed(range(apertures)):
-                        candidate = (first + n) % apertures
-                        with m.If(waiting[candidate]):
-                            m.d.comb += [chosen.eq(candidate), index.eq(heads[candidate])]
+            with m.If(chosen == n):
+                m.d.comb += index.eq(head)
         m.d.comb += [
+            turns.waiting.eq(waiting),
             *(port.addr.eq(self._slot(chosen, index)) for port in ports),
             out.payload.line.eq(ports[0].data),
             out.payload.extension.eq(ports[1].data),
         ]
         with m.FSM():
             with m.State("CHOOSE"):
-                m.d.comb += [port.en.eq(waiting.any()) for port in ports]
+                m.d.comb += [turns.take.eq(turns.valid), *(port.en.eq(turns.valid) for port in ports)]
                 m.d.sync += [out.payload.tenant.eq(chosen), out.payload.index.eq(index)]
                 m.d.sync += out.payload.fetched.eq(self.cycles)
-                with m.If(waiting.any()):
-                    m.d.sync += turn.eq(Mux(chosen == apertures - 1, 0, chosen + 1))
+                with m.If(turns.valid):
                     for n, head in enumerate(heads):
                         with m.If(chosen == n):
                             m.d.sync += head.eq(head + 1)
@@ -332,6 +330,9 @@ class CommandWindow(wiring.Component):
             port.en.eq(self.completions.valid),
             port.addr.eq(self._slot(completion.tenant, completion.index)),
             port.data.eq(completion.record),
+            self._turns.used.eq(self.completions.valid),
+            self._turns.user.eq(completion.tenant),
+            self._turns.lines.eq(completion.record[COMPLETION.offset("lines") :]),
         ]
         for n, ring in enumerate(registers.rings):
             count = Signal(32, name=f"completed{n}")

@@ -1,4 +1,4 @@
-"""The owner's page: quotas, and the log of what tenants tried with extents that they do not own."""
+"""The owner's page: quotas, weights, and the log of what tenants tried with extents that they do not own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from nearkv_hw.abi.owner import (
     RECORD,
     RECORDS,
     RECORDS_LINE,
+    WEIGHT_BITS,
+    WEIGHTS,
+    WEIGHTS_LINE,
     Violation,
 )
 
@@ -29,7 +32,7 @@ _MOST = (1 << 21) - 1
 
 
 class OwnerPage:
-    """Quotas of tenants as their owner sets them, and a log of the violations of all of them.
+    """Quotas and weights of tenants as their owner sets them, and a log of the violations of all of them.
 
     Parameters
     ----------
@@ -42,6 +45,7 @@ class OwnerPage:
 
     def __init__(self, config: DeviceConfig, counters: Counters) -> None:
         self.quotas = [config.extents] * config.apertures
+        self._weights = [1] * config.apertures
         self._counters = counters
         self._records: list[dict[str, int]] = []
         """Those that the log holds, the last one last."""
@@ -78,6 +82,8 @@ class OwnerPage:
             return HOLDINGS.pack_bytes(
                 {f"tenant{n}": int(np.count_nonzero(owners == n)) for n in range(len(self.quotas))}
             )
+        if line == WEIGHTS_LINE:
+            return WEIGHTS.pack_bytes({f"tenant{n}": weight for n, weight in enumerate(self._weights)})
         if line == AUDIT_LINE:
             return AUDIT.pack_bytes(recorded=self._recorded, read=self._read, lost=self._lost)
         for record in self._records:
@@ -93,6 +99,12 @@ class OwnerPage:
             for tenant in range(len(self.quotas)):
                 if whole[tenant]:
                     self.quotas[tenant] = min(words[tenant], _MOST)
+        if line == WEIGHTS_LINE:
+            given = {n: words[n] for n in range(len(self._weights)) if whole[n]}
+            good = {n: weight for n, weight in given.items() if 0 < weight < 1 << WEIGHT_BITS}
+            for tenant, weight in good.items():
+                self._weights[tenant] = weight
+            return good == given
         place = AUDIT.offset("read") // _WORD_BITS
         if line == AUDIT_LINE and whole[place]:
             if words[place] - self._read & _COUNT_MASK > self._recorded - self._read:

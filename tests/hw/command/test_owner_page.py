@@ -16,6 +16,8 @@ from nearkv_hw.abi.owner import (
     RECORD,
     RECORDS,
     RECORDS_LINE,
+    WEIGHTS,
+    WEIGHTS_LINE,
     Violation,
 )
 from nearkv_hw.command.owner import OWNER_LINES, OwnerPage
@@ -73,7 +75,7 @@ async def report(ctx, page, line, tenant, kind):
 
 
 def test_same_as_the_model():
-    """Random reports, reads of the log and writes of quotas: every line of the page is the model's."""
+    """Random reports, reads and writes of everything: every line of the page is the model's."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -100,10 +102,15 @@ def test_same_as_the_model():
                 await report(ctx, page, *what)
             else:
                 state = AUDIT.unpack((await access(ctx, page, AUDIT_LINE))[0])
-                line = chance.choice([AUDIT_LINE, AUDIT_LINE, QUOTAS_LINE, HOLDINGS_LINE, RECORDS_LINE, 60])
+                line = chance.choice(
+                    [*2 * [AUDIT_LINE], *2 * [WEIGHTS_LINE], QUOTAS_LINE, HOLDINGS_LINE, RECORDS_LINE, 60]
+                )
                 given = chance.getrandbits(512)
                 if line == AUDIT_LINE:
                     given = AUDIT.pack(read=chance.randint(max(state["read"] - 1, 0), state["recorded"] + 1))
+                elif line == WEIGHTS_LINE:
+                    weights = [chance.choice([0, 1, 7, 255, 256, 1 << 31]) for _ in range(16)]
+                    given = sum(weight << 32 * n for n, weight in enumerate(weights))
                 elif chance.random() < 0.5:
                     given &= sum(0x3F << 32 * n for n in range(16))
                 enable = chance.choice([ALL, ALL, chance.getrandbits(64)])
@@ -111,13 +118,21 @@ def test_same_as_the_model():
                 bits = np.array([enable >> n & 1 for n in range(LINE_BYTES)], np.bool_)
                 done = model.write(line, np.frombuffer(given.to_bytes(64, "little"), np.uint8), bits)
                 assert refused == (not done)
-            for line in (AUDIT_LINE, QUOTAS_LINE, HOLDINGS_LINE, RECORDS_LINE + chance.randrange(RECORDS)):
+            for line in (
+                AUDIT_LINE,
+                QUOTAS_LINE,
+                WEIGHTS_LINE,
+                HOLDINGS_LINE,
+                RECORDS_LINE + chance.randrange(RECORDS),
+            ):
                 held, _ = await access(ctx, page, line)
                 if RECORDS_LINE <= line < RECORDS_LINE + RECORDS and held:
                     assert RECORD.unpack(held)["cycle"] <= step
                     held = RECORD.pack({**RECORD.unpack(held), "cycle": 0})
                 assert held == expected(line), (seed, step, line)
             assert [ctx.get(quota) for quota in page.quotas] == model.quotas
+            weights = WEIGHTS.unpack((await access(ctx, page, WEIGHTS_LINE))[0])
+            assert [ctx.get(weight) for weight in page.weights] == list(weights.values())[: CONFIG.apertures]
         assert AUDIT.unpack((await access(ctx, page, AUDIT_LINE))[0])["recorded"] > RECORDS
 
     simulate(bench)

@@ -5,6 +5,7 @@ from itertools import pairwise
 import cocotb
 import pytest
 from nearkv_hw.abi import configure
+from nearkv_hw.abi.descriptor import COMPLETION
 from nearkv_hw.abi.owner import (
     AUDIT,
     AUDIT_LINE,
@@ -14,6 +15,8 @@ from nearkv_hw.abi.owner import (
     RECORD,
     RECORDS,
     RECORDS_LINE,
+    WEIGHTS,
+    WEIGHTS_LINE,
 )
 from nearkv_hw.abi.window import (
     CHANNEL_COUNTERS,
@@ -150,6 +153,25 @@ async def takes_apertures_in_turn(dut):
     out.backpressure = 0
     order = [item["tenant"] for item in await out.receive(4 * apertures)]
     assert order == [n % apertures for n in range(4 * apertures)]
+
+
+@cocotb.test()
+async def who_has_had_its_lines_is_left_out(dut):
+    """A record's lines are a debit, which a grant of the owner's weight pays while nobody else waits."""
+    await start(dut)
+    host = Host(dut)
+    apertures = host.config.apertures
+    out = StreamSink(dut, "descriptors", backpressure=1, shape=Posted)
+    records = StreamSource(dut, "completions", shape=Completed)
+    await host.write(0, (OWNER_OFFSET // 64) + WEIGHTS_LINE, WEIGHTS.pack(tenant0=5), enable=0xF)
+    lines = 300 * 5 * 1024  # more grants than cycles in which it waits alone
+    records.send([{"tenant": 0, "record": COMPLETION.pack(lines=lines)}])
+    await records.drained()
+    for aperture in range(apertures):
+        await host.write(aperture, DOORBELL, 4)
+    out.backpressure = 0
+    order = [item["tenant"] for item in await out.receive(4 * apertures)]
+    assert order == [n % (apertures - 1) + 1 for n in range(4 * (apertures - 1))] + [0] * 4
 
 
 @cocotb.test()
