@@ -51,7 +51,7 @@ def test_lines_are_as_the_weights(apertures, rng, weights):
         2_000_000,
     )
     rings = np.array([register_address(port.config, n, RING_LINE) for n in range(2)], np.uint64)
-    _, shown = port.run([done, Read(rings)])
+    (shown,) = port.run([done, Read(rings)])
     completed = [RING.unpack(data.tobytes())["completed"] - 1 for data in shown.data]  # without the claim
     taken = [count * each for count, each in zip(completed, lines, strict=True)]
     slack = (max(weights) << WEIGHT_LINES_LOG2) + UNDER_WAY * max(lines)
