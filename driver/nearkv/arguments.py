@@ -204,13 +204,11 @@ def tree_of(tree: Any, query_rows: int, lengths: Bounds) -> npt.NDArray[np.bool_
     return np.broadcast_to(mask, shapes[1])
 
 
-def positions_of(positions: Any, tree: bool, query_rows: int, lengths: Bounds) -> npt.NDArray[np.int64]:
-    """Positions of the query rows [batch, query_rows]: given with a tree, else those of the last rows."""
+def positions_of(positions: Any, query_rows: int, lengths: Bounds) -> npt.NDArray[np.int64]:
+    """Positions of the query rows [batch, query_rows]: those of the last rows where none are given."""
     shapes = [(query_rows,), (len(lengths), query_rows)]
     if positions is None:
         return (lengths - query_rows)[:, None] + np.arange(query_rows)
-    if not tree:
-        raise ArgumentError("query_positions go with a tree; without one query rows are the last rows")
     if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
         kind = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
         raise DtypeError(f"query_positions must be an int64 tensor, not {kind}")
