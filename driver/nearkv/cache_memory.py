@@ -269,6 +269,14 @@ class SequenceMemory:
         """Committed rows of a sequence in a layer."""
         return self._open_sequences().table(sequence, layer).committed
 
+    def released(self, sequence: Sequence, layer: int = 0) -> tuple[int, int]:
+        """(begin, end) of a sequence's rows in a layer that were released: nobody sees them, and `read`
+        leaves them out."""
+        table = self._open_sequences().table(sequence, layer)
+        shared = 0 if sequence.shared is None else sequence.shared.seen[layer]
+        begin, end = table.released
+        return (max(begin, shared), end) if shared < end else (0, 0)
+
     def free(self, sequence: Sequence) -> None:
         """End a sequence; its memory is used again."""
         self._open_sequences().free(sequence)
