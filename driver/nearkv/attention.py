@@ -18,9 +18,11 @@ from . import host_attention
 from .arguments import (
     Bounds,
     Rows,
+    base_2_slopes,
     finite_scale,
     intervals,
     per_head,
+    placed,
     positions_of,
     queries_of,
     row_bounds,
@@ -35,7 +37,6 @@ from .errors import ArgumentError, DtypeError
 from .jobs import Jobs
 from .quantise.formats import CacheFormat
 from .reference import Partial, score_factor
-from .reference.alibi import alibi_bits
 from .reference.fixed import float32_bits
 from .reference.softcap import softcap_bits
 from .results import FORMS, Finished, log_sum_exp_of, partial_of, values_of
@@ -168,10 +169,10 @@ class Call:
         self._placed = query_positions is not None and tree is None
         """Query rows stand where they are said to, and see what `visible` says, whatever the order."""
         if self._placed:
-            self._check_placed()
+            placed(self._visible, self._query_rows, window)
         self._positions = positions_of(query_positions, self._query_rows, lengths)
         self._slopes = per_head("alibi_slopes", alibi_slopes, q.shape[-2])
-        self._slope_bits = self._base_2_slopes()
+        self._slope_bits = None if self._slopes is None else base_2_slopes(self._slopes)
         self._select = select_pages
         if select_pages is not None:
             whole_number("select_pages", select_pages, 1, (1 << 24) - 1)
@@ -327,14 +328,6 @@ class Call:
 
     # What was asked for, as the device says it
 
-    def _check_placed(self) -> None:
-        visible = self._visible
-        if visible is None or visible.shape[1] != self._query_rows or self._window is not None:
-            raise ArgumentError(
-                "query_positions go with a tree, or with visible for each query row and no window; without "
-                "either query rows are the last rows"
-            )
-
     def _score_factors(self) -> tuple[tuple[int, ...], int]:
         """The score's factor of each KV head, and C2's float32 bits."""
         held = self._held
@@ -347,14 +340,6 @@ class Call:
                     known[factor] = score_factor(self._scale, factor, softcap=self._softcap)
             return tuple(known[factor] for factor in scales), cap
         except (ValueError, TypeError) as error:
-            raise ArgumentError(str(error)) from error
-
-    def _base_2_slopes(self) -> npt.NDArray[np.uint32] | None:
-        if self._slopes is None:
-            return None
-        try:
-            return np.array([alibi_bits(slope) for slope in self._slopes.tolist()], np.uint32)
-        except ValueError as error:
             raise ArgumentError(str(error)) from error
 
     def _refuse(self) -> None:

@@ -18,7 +18,7 @@ from nearkv.errors import DtypeError, LinkError
 from nearkv.heads import HeadTables
 from nearkv.prefixes import tokens_of
 from nearkv.quantise.formats import CacheFormat
-from nearkv.reference import Partial
+from nearkv.reference import Partial, merge
 from nearkv.rows import Context
 from nearkv.tenant import Tenant
 
@@ -243,8 +243,7 @@ class SharedPrefixes:
             }
             queries = wide[group].detach().cpu().contiguous().view(torch.int16).numpy()
             _, arrays = self.ask("attend", request, [queries, *(t.numpy() for t in tensors.values())])
-            for plane, part in zip(result.planes(), partial_of(arrays).planes(), strict=True):
-                plane[group] = part
+            result = merge(result, partial_of(arrays).spread(group, len(lengths)))
         return (result if q.dim() == 4 else result.reshaped((len(lengths),))).to(q.device)
 
     def _described(self) -> tuple[dict[str, Any] | None, list[Array]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,19 @@ class Partial:
             for state, last in ((self.denominator, 1), (self.numerators, 2))
         )
         return Partial(denominator, numerators, shaped(self.query_nan, 1), shaped(self.lane_flags, 2))
+
+    def at(self, places: Sequence[int]) -> Partial:
+        """Some of a batch's queries, in this order."""
+        taken = [plane[list(places)] for plane in self.planes()]
+        return Partial(State(*taken[:3]), State(*taken[3:6]), taken[6], taken[7])
+
+    def spread(self, places: Sequence[int], batch: int) -> Partial:
+        """The same as the queries at these places of a batch, whose others have seen no rows."""
+        queries = (batch, *self.query_nan.shape[1:])
+        found = Partial.empty(queries, self.lane_flags.shape[-1], self.query_nan.device)
+        for plane, own in zip(found.planes(), self.planes(), strict=True):
+            plane[list(places)] = own
+        return found
 
     def planes(self) -> tuple[Tensor, ...]:
         """T, H and L of the denominator and of the numerators, `query_nan` and `lane_flags`."""
