@@ -132,6 +132,17 @@ class SequenceMemory:
         """Whether the cache or its device was closed."""
         return self._closed
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self._layout.page_bytes
+
+    @property
+    def page_tables(self) -> list[PageTable]:
+        """All page tables of sequences and prefixes."""
+        known = self._open_sequences()
+        return [*self._prefixes.tables, *(table for sequence in known for table in known.tables(sequence))]
+
     def belongs_to(self, tenant: Tenant) -> bool:
         """Whether the cache lies in the memory of a session of a tenant."""
         return self._tenant is tenant

@@ -149,6 +149,11 @@ class PageTable:
         self._entries[:, page : page + addresses.shape[1]] = entries
         self.changes += 1
 
+    def replace(self, head: int, page: int, address: int) -> None:
+        """Name another page in the place of one head's."""
+        self._entries[head, page] = np.uint64(address) >> _LINE_SHIFT << _ENTRY_SHIFT | _ENTRY_VALID
+        self.changes += 1
+
     def drop(self, page: int) -> None:
         """Forget the pages from index `page` on."""
         self._entries[:, page:] = 0
