@@ -163,8 +163,8 @@ def test_a_budget_and_pages_that_are_in_the_way(model):
         model.compact(9)
 
 
-def test_a_host_that_dies_while_it_compacts(monkeypatch):
-    """At any line of content or of entries: every row is there for the next session, once, and no page leaks."""
+def test_a_host_that_dies_while_it_compacts():
+    """At any line of content or of entries: every row is there for the next session, and no page leaks."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)

@@ -68,7 +68,7 @@ def rows_arrays(rows: Rows) -> tuple[list[bool], list[Array]]:
 def rows_of(present: Many[bool], arrays: Many[Array]) -> Rows:
     """The rows that `rows_arrays` took apart; they are the caller's own."""
     rest = iter(arrays)
-    return tuple(torch.from_numpy(np.array(next(rest))) if there else None for there in present)
+    return tuple([torch.from_numpy(np.array(next(rest))) if there else None for there in present])
 
 
 def partial_arrays(partial: Partial) -> list[Array]:

@@ -103,6 +103,8 @@ class Library:
             return self._operations[request["library"]](host, request, arrays)
         except NearkvError as error:
             return failure(error), []
+        except RuntimeError as error:  # torch's, of tensors that no driver sends
+            raise ValueError(str(error)) from error
 
     def gone(self, host: int) -> None:
         """A host is gone: what it used and what it had begun is nobody's."""
