@@ -28,12 +28,21 @@ from nearkv.tiers import (
     TieredCache,
     prometheus,
 )
+from nearkv.tiers import device as tiers_device
 
 SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "fp16"}
 
 
 def tiers_of(device, tmp_path):
     return [TensorTier("hot"), TensorTier("warm"), DeviceTier(device, page_rows=4), FileTier(tmp_path)]
+
+
+class LastRows:
+    """The rows from number 10 on to the second tier."""
+
+    def moves(self, view):
+        far = view.tiers[0][view.tiers[0] >= 10]
+        return [Move(0, 1, far)] if len(far) else []
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
@@ -147,8 +156,12 @@ def test_slopes_and_trees_wherever_rows_stand(device, tmp_path, policy, query_ro
         assert tiers[2].rows
 
 
-@pytest.mark.parametrize("policy", [NewestRows(5), AnyMoves(3)], ids=["newest", "any"])
-def test_query_rows_that_stand_anywhere(model, policy):
+@pytest.mark.parametrize(
+    ("policy", "most_runs", "on_host"),
+    [(NewestRows(5), 256, 0), (AnyMoves(3), 256, 0), (LastRows(), 256, 1), (NewestRows(5), 0, 3)],
+    ids=["newest", "any", "before the first place", "too many runs"],
+)
+def test_query_rows_that_stand_anywhere(model, monkeypatch, policy, most_runs, on_host):
     """`query_positions` with a mask: the bias is that of where they are said to stand, in any tier; also
     where rows of the device's tier would put them before its first place, which the host works out."""
     shape = {"layers": 1, "kv_heads": 2, "head_dim": 8, "dtype": "fp16"}
@@ -161,7 +174,16 @@ def test_query_rows_that_stand_anywhere(model, policy):
         pairs = [(kv.sequence(), plain.sequence())]
         for cache, own in zip((kv, plain), pairs[0], strict=True):
             cache.append(own, layer=0, k=k, v=v)
-        results = []
+        results, read_back = [], []
+        tier_type = tiers_device.DeviceTier
+        work_out = tier_type._on_host
+
+        def noted(tier, keys, own, asked):
+            read_back.extend(positions for positions in own if len(positions))
+            return work_out(tier, keys, own, asked)
+
+        monkeypatch.setattr(tier_type, "_on_host", noted)
+        monkeypatch.setattr(tiers_device, "_MOST_RUNS", most_runs)
         for at in ([18, 19], [500, 700], [2, 3]):
             options = {"visible": mask, "query_positions": torch.tensor(at), "alibi_slopes": SLOPES}
             assert same_answers(kv, plain, pairs, layer=0, q=q, scale=0.3, **options)
@@ -177,6 +199,7 @@ def test_query_rows_that_stand_anywhere(model, policy):
             )
             assert same_bits(results[-1], wanted)
         assert not same_bits(results[0], results[1])
+        assert len(read_back) == on_host
         for wrong in ({"visible": mask[:, 0]}, {}, {"visible": mask, "window": 3}):
             for cache, own in zip((kv, plain), pairs[0], strict=True):
                 with pytest.raises(ArgumentError, match="query_positions go with a tree, or with visible"):
