@@ -24,16 +24,15 @@ from nearkv.arguments import (
     visible_of,
     whole_number,
 )
-from nearkv.errors import ArgumentError, ClosedError, DtypeError, ShapeError, UnknownHandleError
+from nearkv.errors import ArgumentError, ClosedError, DtypeError, UnknownHandleError
 from nearkv.formats import Blocks, Dtype, Pair, chosen_format
-from nearkv.quantise.formats import RowFormat
-from nearkv.quantise.rows import Quantised, quantise
 from nearkv.reference import Partial, log_sum_exp, merge
 from nearkv.results import FORMS
 from nearkv.rows import Context
 
 from .heads import LayerHeads
 from .policy import Move, Policy, RowView
+from .rows import standing, stored_rows
 from .telemetry import TierStats, prometheus
 from .tier import Asked, Geometry, Key, Tier
 
@@ -257,19 +256,11 @@ class TieredCache:
         self._layer(layer)
         if len({own.number for own in known}) != len(known):
             raise ArgumentError(f"{[own.number for own in known]} names a sequence twice")
-        stored = {"k": self._stored("k", self.geometry.form.k, layer, k, one, len(known))}
-        if self.geometry.form.v is not None:
-            if v is None:
-                raise ArgumentError("v is missing: this cache has V rows of its own")
-            stored["v"] = self._stored("v", self.geometry.form.v, layer, v, one, len(known))
-            if stored["v"].codes.shape[1] != stored["k"].codes.shape[1]:
-                raise ShapeError(
-                    f"k has {stored['k'].codes.shape[1]} rows and v has {stored['v'].codes.shape[1]}"
-                )
-        elif v is not None:
-            raise ArgumentError("v is part of the K row in this cache; leave it out")
+        stored = stored_rows(self.geometry, layer, k, v, None if one else len(known))
+        self.saturated += sum(part.saturated for part in stored.values())
         count = stored["k"].codes.shape[1]
-        areas = [area for part in ("k", "v") for area in _areas(stored.get(part))]
+        parts = (stored["k"], stored.get("v"))
+        areas = [area for part in parts for area in ((part.codes, part.scales) if part else (None, None))]
         learnt = self.geometry.heads.learn(layer, stored) if count else []
         for index, own in enumerate(known):
             begin = own.lengths[layer]
@@ -360,7 +351,7 @@ class TieredCache:
             sinks_of(sinks, q.shape[-2]),
             slopes_of(alibi_slopes, q.shape[-2]),
             query,
-            _standing(lengths, query, own_tree is not None),
+            standing(lengths, query, own_tree is not None),
         )
         merged = self._merged(known, layer, asked)
         self._count_mass(known, layer, wide)
@@ -491,35 +482,6 @@ class TieredCache:
         source.remove(key, positions)
         return len(positions) * self.geometry.row_bytes
 
-    def _stored(
-        self, name: str, form: RowFormat, layer: int, rows: torch.Tensor, one: bool, batch: int
-    ) -> Quantised:
-        """Rows as codes [batch, rows, kv_heads, dim], with their scales."""
-        dim = self.geometry.head_dim if name == "k" else self.geometry.value_dim
-        if not isinstance(rows, torch.Tensor):
-            raise DtypeError(f"{name} must be a tensor, not {type(rows).__name__}")
-        wide = rows.unsqueeze(0) if one else rows
-        if wide.dim() != 4 or (wide.shape[0], *wide.shape[2:]) != (batch, self.geometry.kv_heads, dim):
-            lead = "" if one else f"{batch}, "
-            raise ShapeError(
-                f"{name} has shape {list(rows.shape)}, must have "
-                f"[{lead}rows, {self.geometry.kv_heads}, {dim}]"
-            )
-        plain = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(form.element)
-        if plain is not None:
-            if wide.dtype != plain:
-                raise DtypeError(f"{name} is {rows.dtype}, this cache holds {plain}")
-            return Quantised(form, wide.detach().contiguous().view(torch.int16), None, None, 0)
-        known = self.geometry.heads.of(layer)
-        quantised = quantise(
-            wide.detach().cpu(),
-            form,
-            head_scale=known.get(f"{name}_scale"),
-            codebook=known.get(f"{name}_lut"),
-        )
-        self.saturated += quantised.saturated
-        return quantised
-
     def _known(self, sequence: TieredSequence) -> TieredSequence:
         self._check_open()
         if not isinstance(sequence, TieredSequence):
@@ -538,21 +500,3 @@ class TieredCache:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the tiered cache is closed; make another one")
-
-
-def _areas(rows: Quantised | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Codes and scales of rows, if there are any."""
-    return (None, None) if rows is None else (rows.codes, rows.scales)
-
-
-def _standing(
-    lengths: npt.NDArray[np.int64], query: npt.NDArray[np.int64], tree: bool
-) -> npt.NDArray[np.int64]:
-    """Where rows stand [batch, rows]: by their number, but those of a tree where its query rows do."""
-    index = np.arange(int(lengths.max(initial=0)))
-    held = np.broadcast_to(index, (len(lengths), len(index)))
-    if not tree:
-        return held
-    own = index - (lengths - query.shape[1])[:, None]
-    of_tree = np.take_along_axis(query, np.clip(own, 0, query.shape[1] - 1), axis=1)
-    return np.where((own >= 0) & (own < query.shape[1]), of_tree, held)
