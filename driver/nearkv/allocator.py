@@ -289,6 +289,7 @@ class Pages:
     page_bytes : see above.
     used : pages in use, however many have them.
     held_extents : extents in which there are pages.
+    per_extent : pages that an extent has room for.
     """
 
     def __init__(self, extents: Extents, page_bytes: int, load: list[int]) -> None:
@@ -297,7 +298,7 @@ class Pages:
         self.held_extents = 0
         self._extents = extents
         self._load = load
-        self._per_extent = EXTENT_BYTES // page_bytes
+        self.per_extent = EXTENT_BYTES // page_bytes
         self._free: list[dict[int, list[int]]] = [{} for _ in load]
         """Per channel: extents with free pages, and the addresses of these."""
         self._others: dict[int, int] = {}
@@ -377,10 +378,42 @@ class Pages:
             self.used -= 1
             free = self._free[channel].setdefault(extent, [])
             free.append(page)
-            if len(free) == self._per_extent:
+            if len(free) == self.per_extent:
                 del self._free[channel][extent]
                 self.held_extents -= 1
                 self._extents.give(extent)
+
+    def holders(self, page: int) -> int:
+        """How many have a page that is in use."""
+        return 1 + self._others.get(page, 0)
+
+    def partly_used(self, channel: int) -> dict[int, list[int]]:
+        """Extents of a channel with pages in use and free ones: the addresses of those in use."""
+        return {
+            extent: sorted(set(self._all_of(extent)).difference(free))
+            for extent, free in self._free[channel].items()
+        }
+
+    def take_beside(self, source: int, count: int) -> list[int]:
+        """The addresses of `count` pages in other extents of the channel of `source` that are in use already,
+        the fullest first; there have to be so many."""
+        channel = source % len(self._load)
+        taken: list[int] = []
+        for extent in sorted(self._free[channel], key=lambda extent: len(self._free[channel][extent])):
+            free = self._free[channel][extent]
+            while extent != source and free and len(taken) < count:
+                taken.append(free.pop())
+            if not free:
+                del self._free[channel][extent]
+        self.used += count
+        self._load[channel] += count * self.page_bytes
+        return taken
+
+    def moved(self, before: int, after: int) -> None:
+        """All who had a page have another one that was taken for it; the first is free."""
+        if (more := self._others.pop(before, None)) is not None:
+            self._others[after] = more
+        self.give(np.array([before], np.uint64))
 
     def adopt(self, used: npt.NDArray[np.uint64]) -> set[int]:
         """Take over pages that are in use, named as often as somebody has them; returns their extents."""
@@ -392,7 +425,7 @@ class Pages:
             free = [page for page in self._all_of(extent) if page not in taken]
             if free:
                 self._free[extent % len(self._load)][extent] = free
-            self._load[extent % len(self._load)] += (self._per_extent - len(free)) * self.page_bytes
+            self._load[extent % len(self._load)] += (self.per_extent - len(free)) * self.page_bytes
         self.used += len(pages)
         self.held_extents += len(extents)
         return set(extents)
@@ -420,4 +453,4 @@ class Pages:
     def _all_of(self, extent: int) -> list[int]:
         """The pages of an extent, the first one last."""
         base = extent * EXTENT_BYTES
-        return list(range(base + (self._per_extent - 1) * self.page_bytes, base - 1, -self.page_bytes))
+        return list(range(base + (self.per_extent - 1) * self.page_bytes, base - 1, -self.page_bytes))

@@ -149,8 +149,8 @@ class Appending:
         for before, table in zip(self._before, self.tables, strict=True):
             (stayed if table is before else moved).append(table)
         writes = []
-        if moved:
-            writes.append(self._directory.move(moved))
+        if named := [table for table in moved if table.named]:
+            writes.append(self._directory.move(named))
         if stayed:
             headers = [table.header(table.committed + self._rows) for table in stayed]
             writes.append(self._tenant.write(table_addresses(stayed), np.concatenate(headers)))

@@ -15,6 +15,7 @@ from nearkv_hw.abi.numerics import POSITION_BITS
 
 from .codec import FORMATS
 from .errors import ArgumentError, DtypeError, ShapeError
+from .reference.alibi import alibi_bits
 
 Chosen = TypeVar("Chosen")
 Bounds = npt.NDArray[np.int64]
@@ -204,13 +205,11 @@ def tree_of(tree: Any, query_rows: int, lengths: Bounds) -> npt.NDArray[np.bool_
     return np.broadcast_to(mask, shapes[1])
 
 
-def positions_of(positions: Any, tree: bool, query_rows: int, lengths: Bounds) -> npt.NDArray[np.int64]:
-    """Positions of the query rows [batch, query_rows]: given with a tree, else those of the last rows."""
+def positions_of(positions: Any, query_rows: int, lengths: Bounds) -> npt.NDArray[np.int64]:
+    """Positions of the query rows [batch, query_rows]: those of the last rows where none are given."""
     shapes = [(query_rows,), (len(lengths), query_rows)]
     if positions is None:
         return (lengths - query_rows)[:, None] + np.arange(query_rows)
-    if not tree:
-        raise ArgumentError("query_positions go with a tree; without one query rows are the last rows")
     if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
         kind = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
         raise DtypeError(f"query_positions must be an int64 tensor, not {kind}")
@@ -223,6 +222,34 @@ def positions_of(positions: Any, tree: bool, query_rows: int, lengths: Bounds) -
             f"query_positions must be 0 to {(1 << POSITION_BITS) - 1}, got {found.min()} to {found.max()}"
         )
     return np.broadcast_to(found, shapes[1])
+
+
+def placed(
+    visible: npt.NDArray[np.bool_] | None, query_rows: int, window: int | None
+) -> npt.NDArray[np.bool_]:
+    """`visible` where it is all that says what query rows see, which stand somewhere else than at the end."""
+    if visible is None or visible.shape[1] != query_rows or window is not None:
+        raise ArgumentError(
+            "query_positions go with a tree, or with visible for each query row and no window; without "
+            "either query rows are the last rows"
+        )
+    return visible
+
+
+def slopes_of(slopes: Any, q_heads: int) -> torch.Tensor | None:
+    """ALiBi slopes as float32 [q_heads] on the CPU, or None."""
+    found = per_head("alibi_slopes", slopes, q_heads)
+    if found is not None:
+        base_2_slopes(found)
+    return found
+
+
+def base_2_slopes(slopes: torch.Tensor) -> npt.NDArray[np.uint32]:
+    """float32 bits of slopes of scores of base 2; ArgumentError for what is no slope."""
+    try:
+        return np.array([alibi_bits(slope) for slope in slopes.tolist()], np.uint32)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from error
 
 
 def per_head(name: str, values: Any, q_heads: int) -> torch.Tensor | None:

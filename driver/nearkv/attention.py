@@ -18,9 +18,11 @@ from . import host_attention
 from .arguments import (
     Bounds,
     Rows,
+    base_2_slopes,
     finite_scale,
     intervals,
     per_head,
+    placed,
     positions_of,
     queries_of,
     row_bounds,
@@ -35,7 +37,6 @@ from .errors import ArgumentError, DtypeError
 from .jobs import Jobs
 from .quantise.formats import CacheFormat
 from .reference import Partial, score_factor
-from .reference.alibi import alibi_bits
 from .reference.fixed import float32_bits
 from .reference.softcap import softcap_bits
 from .results import FORMS, Finished, log_sum_exp_of, partial_of, values_of
@@ -165,9 +166,13 @@ class Call:
         several = self._query_rows if q.dim() == 4 else None
         self._visible = visible_of(visible, len(lengths), several, lengths)
         self._tree = tree_of(tree, self._query_rows, lengths)
-        self._positions = positions_of(query_positions, self._tree is not None, self._query_rows, lengths)
+        self._placed = query_positions is not None and tree is None
+        """Query rows stand where they are said to, and see what `visible` says, whatever the order."""
+        if self._placed:
+            placed(self._visible, self._query_rows, window)
+        self._positions = positions_of(query_positions, self._query_rows, lengths)
         self._slopes = per_head("alibi_slopes", alibi_slopes, q.shape[-2])
-        self._slope_bits = self._base_2_slopes()
+        self._slope_bits = None if self._slopes is None else base_2_slopes(self._slopes)
         self._select = select_pages
         if select_pages is not None:
             whole_number("select_pages", select_pages, 1, (1 << 24) - 1)
@@ -203,6 +208,7 @@ class Call:
         call._q = queries_of(q, len(lengths), held.kv_heads, held.head_dim, held.dtype)
         call._lengths, call._released = lengths, None
         call._begin, call._end = row_bounds(lengths, None, None)
+        call._positions = positions_of(None, self._query_rows, lengths)
         if self._window is not None or self._query_rows > 1 or self._select is not None:
             call._sight = call._sight_of()
         return call
@@ -336,14 +342,6 @@ class Call:
         except (ValueError, TypeError) as error:
             raise ArgumentError(str(error)) from error
 
-    def _base_2_slopes(self) -> npt.NDArray[np.uint32] | None:
-        if self._slopes is None:
-            return None
-        try:
-            return np.array([alibi_bits(slope) for slope in self._slopes.tolist()], np.uint32)
-        except ValueError as error:
-            raise ArgumentError(str(error)) from error
-
     def _refuse(self) -> None:
         """Variants that the device has not; one without units leaves all of it to the host."""
         held = self._held
@@ -364,9 +362,7 @@ class Call:
         several = self._query_rows > 1 and self._tree is None
         visible = self._visible
         if visible is not None and self._released is not None:
-            index = np.arange(visible.shape[2])
-            gone = (index >= self._released[:, :1]) & (index < self._released[:, 1:])
-            visible = visible & ~gone[:, None]
+            visible = host_attention.without(visible, self._released)
         if visible is not None and visible.shape[1] > 1:
             return self._split_sight()
         ranges: list[list[tuple[int, int]]] | None = None
@@ -376,6 +372,9 @@ class Call:
                 self._begin, self._end = found
             else:
                 ranges = [runs_of(row) for row in visible[:, 0]]
+                if self._released is not None:  # there may be no table entries behind the last run
+                    self._end = np.array([own[-1][1] if own else 0 for own in ranges], np.int64)
+                    self._begin = np.minimum(self._begin, self._end)
         if self._released is not None and visible is None:
             ranges = self._around_released()
         if self._tree is not None and (self._end != lengths).any():
@@ -413,7 +412,7 @@ class Call:
             causal=causal,
             window=window,
             kept=min(self._kept, (1 << 24) - 1) if window else 0,
-            positions=lengths - self._query_rows if positioned else None,
+            positions=self._positions[:, 0] if positioned else None,
             ranges=ranges,
             tree=None if self._tree is None else (self._positions, self._tree),
             softcap=self._cap,
@@ -460,15 +459,16 @@ class Call:
         self._split = True
         self._begin = np.array([own[0][0] if own else 0 for own in ranges], np.int64)
         self._end = np.array([own[-1][1] if own else 0 for own in ranges], np.int64)
-        first = (self._lengths - self._query_rows)[:, None] + np.arange(self._query_rows)
         return Sight(
-            positions=first.reshape(-1) if self._slopes is not None else None,
+            positions=self._positions.reshape(-1) if self._slopes is not None else None,
             ranges=ranges,
             softcap=self._cap,
             slopes=self._slope_bits,
         )
 
     def _seen(self) -> npt.NDArray[np.bool_]:
+        if self._placed and self._visible is not None:
+            return host_attention.without(self._visible, self._released)
         return host_attention.seen(
             self._lengths,
             self._query_rows,
@@ -490,8 +490,7 @@ class Call:
                 last = own >= length - self._query_rows
                 at[last] = self._positions[index, own[last] - (length - self._query_rows)]
             held[index, : len(own)] = at
-        query = (self._lengths - self._query_rows)[:, None] + np.arange(self._query_rows)
-        query = self._positions if self._tree is not None else query
+        query = self._positions
         one = self._q.dim() == 3
         return {
             "query_positions": torch.from_numpy((query[:, 0] if one else query) + shift).to(self._q.device),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
 from typing import Any, Literal, Unpack, overload
 
-import numpy as np
 import torch
-from nearkv_hw.abi import Status
-from nearkv_hw.abi.config import EXTENT_BYTES
-from nearkv_sim.port import Addresses, Operation
+from nearkv_sim.port import Operation
 
 from .append import Appending
-from .attention import Answer, Call, Options
-from .cache_memory import SequenceMemory
+from .attention import Answer, Options
+from .cache_prefixes import PrefixMemory
 from .calls import OPTIONS
 from .codec import FORMATS
 from .coded import Coded
@@ -28,13 +24,12 @@ from .errors import (
 )
 from .quantise.rows import Quantised
 from .reference import Partial
-from .rows import Context, Rows
 from .sequences import Sequence
 from .streams import Event, Pending, Stream
-from .table import PageTable, table_addresses
+from .table import table_addresses
 
 
-class KVCache(SequenceMemory):
+class KVCache(PrefixMemory):
     """Keys and values of many sequences; `Device.kv_cache` makes it.
 
     What it knows of them is a mirror: page tables, committed lengths and the directory lie on the device. A
@@ -182,7 +177,7 @@ class KVCache(SequenceMemory):
         """
         table = self._open_sequences().table(sequence, layer)
         with self._forgetting_poison([table]):
-            held = self._reader.read(table)
+            held = self._held_rows(sequence, layer)
         heads = self._heads
         k = Quantised(
             self.format.k, held.k, held.k_scales, heads.scale("k", layer), 0, heads.codebook("k", layer)
@@ -291,8 +286,10 @@ class KVCache(SequenceMemory):
         tree : bool [query_rows, query_rows] or [batch, query_rows, query_rows]: the last rows are those of
             the query rows, which see them as it says, and all rows before; in place of the causal order. At
             most 255 query rows.
-        query_positions : int64 [query_rows] or [batch, query_rows], with a tree: where query rows, and so
-            their own rows, stand, for window and bias.
+        query_positions : int64 [query_rows] or [batch, query_rows]. With a tree: where query rows, and so
+            their own rows, stand, for window and bias. With `visible` for each query row, and no window:
+            where they stand, for the bias, and they need be none of the rows: `visible` is all that says
+            what they see.
         sinks : float32 [q_heads], one more logit per query head, in the denominator alone.
         out_dtype : torch.float32 (the default), torch.bfloat16 or torch.float16.
         return_lse : return (result, log-sum-exp), the latter natural base, float32
@@ -317,6 +314,16 @@ class KVCache(SequenceMemory):
         tables = self._open_sequences().batch(sequences, layer)
         self._evictor.touch(sequences)
         lengths = [table.committed for table in tables]
+        if any(sequence.shared is not None for sequence in sequences):
+            return self._attend_shared(
+                sequences,
+                layer,
+                q,
+                return_lse=return_lse,
+                partial=partial,
+                select_pages=select_pages,
+                **options,
+            )
         call = self._calls.make(
             layer,
             q,
@@ -389,8 +396,13 @@ class KVCache(SequenceMemory):
         stream = stream or self._tenant.stream
         stream.begin()
         stream.make_room()
-        if not call.on_units:
-            answer = self._answer(call, tables)
+        if not call.on_units or any(sequence.shared is not None for sequence in sequences):
+            asked: dict[str, Any] = {
+                "return_lse": return_lse,
+                "partial": partial,
+                "select_pages": select_pages,
+            }
+            answer = self.attend(sequences, layer=layer, q=q, **asked, **options)
             return stream.add(Pending(lambda: answer, lambda: True))
         posted = self._jobs.post(call.batch(table_addresses(tables)))
         for table in tables:
@@ -453,6 +465,11 @@ class KVCache(SequenceMemory):
                 "use append and then attend"
             )
         coded = self._coder.code(layer, k, v, k_scales, v_scales, len(tables))
+        if any(sequence.shared is not None for sequence in sequences):
+            lengths = [table.committed + coded.rows for table in tables]
+            self._calls.make(layer, q, tables, lengths, select_pages=select_pages, **options)  # checks it all
+            self.append(sequences, layer=layer, k=k, v=v, k_scales=k_scales, v_scales=v_scales)
+            return self._attend_shared(sequences, layer, q, select_pages=select_pages, **options)
         appending = self._start(tables, sequences, coded.rows)
         try:
             appended = self._writer.program(appending, coded, layer)
@@ -477,46 +494,6 @@ class KVCache(SequenceMemory):
         return answer
 
     # Below: parts of the above
-
-    def _answer(self, call: Call, tables: list[PageTable], before: Many[Operation] = ()) -> Answer:
-        """The device's answer, after `before`, or the host's where the device has none."""
-        if call.on_units:
-            with self._forgetting_poison(tables):
-                return call.on_device(self._jobs, table_addresses(tables), before)
-
-        def fetch(wanted: list[Rows]) -> list[Context]:
-            fetched = self._reader.fetch(list(zip(tables, wanted, strict=True)), before)
-            self._totals.add_fetched(
-                cycles=fetched.cycles, lines=fetched.lines, jobs=len(tables) * self.kv_heads
-            )
-            return fetched.contexts
-
-        with self._forgetting_poison(tables):
-            return call.on_host(fetch)
-
-    @contextmanager
-    def _forgetting_poison(self, pages: Many[PageTable] | Many[Addresses]) -> Iterator[None]:
-        """A prefix with a page whose content is lost is found no more."""
-        try:
-            yield
-        except (DeviceError, AccessError) as error:
-            self._forget_poison(error, pages)
-            raise
-
-    def _forget_poison(
-        self, error: DeviceError | AccessError, pages: Many[PageTable] | Many[Addresses]
-    ) -> None:
-        if isinstance(error, AccessError):
-            if error.poison:
-                within = error.address % EXTENT_BYTES % self._layout.page_bytes
-                named = [p.addresses() if isinstance(p, PageTable) else p.ravel() for p in pages]
-                self._prefixes.forget_pages(
-                    {error.address - within}.intersection(np.concatenate(named).tolist())
-                )
-        elif error.status is Status.POISON and error.sequence is not None:
-            own = pages[error.sequence]
-            known = own.page_addresses(0, own.pages) if isinstance(own, PageTable) else own
-            self._prefixes.forget_pages(set(known[:, error.detail : error.detail + 1].ravel().tolist()))
 
     def _appended(self, appending: Appending, sequences: Many[Sequence], layer: int, coded: Coded) -> None:
         appending.done()

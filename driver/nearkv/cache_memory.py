@@ -27,8 +27,9 @@ from .errors import (
 from .eviction import Evictor, Watermark, least_important
 from .heads import GivenHeads, HeadTables
 from .jobs import Jobs
+from .library.client import SharedPrefixes
 from .memory_use import CacheUse
-from .prefixes import Prefix, Prefixes
+from .prefixes import Prefixes
 from .quantise.formats import CacheFormat
 from .recovery import FoundCache
 from .rows import RowReader
@@ -105,6 +106,7 @@ class SequenceMemory:
             block_tokens=layout.page_rows,
             found=() if found is None else found.prefixes,
         )
+        self._shared = SharedPrefixes(tenant, layout, form, layers, kv_heads, self._heads)
         self._evictor = Evictor(tenant, self._sequences, self._prefixes)
         self._closed = False
 
@@ -129,6 +131,17 @@ class SequenceMemory:
     def closed(self) -> bool:
         """Whether the cache or its device was closed."""
         return self._closed
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self._layout.page_bytes
+
+    @property
+    def page_tables(self) -> list[PageTable]:
+        """All page tables of sequences and prefixes."""
+        known = self._open_sequences()
+        return [*self._prefixes.tables, *(table for sequence in known for table in known.tables(sequence))]
 
     def belongs_to(self, tenant: Tenant) -> bool:
         """Whether the cache lies in the memory of a session of a tenant."""
@@ -166,6 +179,9 @@ class SequenceMemory:
 
     def abandon(self) -> None:
         """The device ends, and its memory with it: close without writing anything."""
+        for sequence in self._sequences:
+            if sequence.shared is not None:
+                sequence.shared.let_go()
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -264,6 +280,14 @@ class SequenceMemory:
         """Committed rows of a sequence in a layer."""
         return self._open_sequences().table(sequence, layer).committed
 
+    def released(self, sequence: Sequence, layer: int = 0) -> tuple[int, int]:
+        """(begin, end) of a sequence's rows in a layer that were released: nobody sees them, and `read`
+        leaves them out."""
+        table = self._open_sequences().table(sequence, layer)
+        shared = 0 if sequence.shared is None else sequence.shared.seen[layer]
+        begin, end = table.released
+        return (max(begin, shared), end) if shared < end else (0, 0)
+
     def free(self, sequence: Sequence) -> None:
         """End a sequence; its memory is used again."""
         self._open_sequences().free(sequence)
@@ -274,9 +298,18 @@ class SequenceMemory:
         Raises
         ------
         ArgumentError : when `rows` is negative or more than any of the layers has, or among rows that were
-            released.
+            released, or that are a shared prefix's.
         """
-        self._cuts.crop(self._tables(sequence, layer), rows)
+        tables, shared = self._tables(sequence, layer), sequence.shared
+        if shared is not None and isinstance(rows, int) and 0 < rows < shared.rows:
+            raise ArgumentError(
+                f"rows={rows}: the first {shared.rows} rows are a shared prefix's, which stays whole; keep "
+                "so many, or none"
+            )
+        self._cuts.crop(tables, rows)
+        if shared is not None and not rows:
+            for table in tables:
+                shared.seen[table.layer] = 0
 
     def release(
         self, sequence: Sequence, before: int, *, kept_rows: int = 0, layer: int | None = None
@@ -293,9 +326,9 @@ class SequenceMemory:
         Raises
         ------
         ArgumentError : when a layer has fewer rows, or other rows were released before so that the released
-            ones would not be one run.
+            ones would not be one run; or for a part of a shared prefix's rows.
         """
-        self._cuts.release(self._tables(sequence, layer), kept_rows, before)
+        self._release(sequence, self._tables(sequence, layer), kept_rows, before)
 
     def slide(self, sequence: Sequence, window: int, *, kept_rows: int = 0, layer: int | None = None) -> None:
         """Release the pages that a window of so many rows has left, from the last row on.
@@ -313,7 +346,7 @@ class SequenceMemory:
         for table in self._tables(sequence, layer):
             before = max(table.committed - window, 0) // self.page_rows * self.page_rows
             if before > max(kept_rows, table.released[1]):
-                self._cuts.release([table], kept_rows, before)
+                self._release(sequence, [table], kept_rows, before)
 
     def reset(self) -> None:
         """Forget all rows of all sequences; the sequences stay."""
@@ -370,126 +403,6 @@ class SequenceMemory:
                 known.free(sequence)
         return chosen
 
-    # Prefixes
-
-    def publish(self, sequence: Sequence, tokens: object, *, salt: bytes = b"") -> Prefix:
-        """Keep a sequence's first rows, those of these tokens, for sequences that begin alike.
-
-        Nothing is copied: the prefix has the sequence's pages, too, in every layer, and outlives it. It goes
-        when it is dropped, or when memory runs short (the one that was not used for longest first).
-
-        Parameters
-        ----------
-        tokens : their ids, a list or a tensor of integers; one for each row, from the first one on.
-        salt : what keeps prefixes apart that have the same tokens but other rows: the name of an adapter.
-            Those of other caches and tenants are apart anyhow.
-
-        Returns
-        -------
-        A handle; that of the prefix which is there already, where one has the same tokens and salt.
-
-        Raises
-        ------
-        ArgumentError : when some layer has not so many rows, or some were released.
-        DtypeError : for tokens that are no integers.
-        OutOfMemoryError : when there is no room for its page tables.
-
-        Examples
-        --------
-        >>> import nearkv, torch
-        >>> dev = nearkv.open("model")
-        >>> kv = dev.kv_cache(layers=1, kv_heads=1, head_dim=4, dtype="fp16")
-        >>> s = kv.sequence()
-        >>> kv.append(s, layer=0, k=torch.ones(3, 1, 4).half(), v=torch.ones(3, 1, 4).half())
-        >>> _ = kv.publish(s, [7, 8, 9])
-        >>> other, rows = kv.sequence_like([7, 8, 5, 6])
-        >>> rows, kv.length(other)
-        (2, 2)
-        >>> dev.close()
-        """
-        known = self._open_sequences()
-        known.tables(sequence)
-        published = self._evictor.with_room(
-            lambda: self._prefixes.publish(sequence, tokens, salt), [sequence]
-        )
-        try:
-            self._cuts.summarise(self._prefixes.tables_of(published))
-        except (OutOfMemoryError, AccessError):
-            self._prefixes.drop(published)
-            raise
-        return published
-
-    def find_prefix(self, tokens: object, *, salt: bytes = b"") -> tuple[Prefix | None, int]:
-        """The published prefix that begins with most of these tokens, and with how many of them.
-
-        Tokens are compared, not their hashes alone. (None, 0) where no prefix begins with the first.
-        Prefixes are found by blocks of `page_rows` tokens: one that differs within its first block,
-        and is not shorter than that, is passed over.
-        """
-        self._open_sequences()
-        return self._prefixes.find(tokens, salt)
-
-    def sequence_like(
-        self,
-        tokens: object,
-        *,
-        salt: bytes = b"",
-        most_rows: int | None = None,
-        priority: int | None = None,
-    ) -> tuple[Sequence, int]:
-        """A new sequence with the rows of the longest published prefix of these tokens; how many these are.
-
-        Parameters
-        ----------
-        tokens, salt : as `publish` has them.
-        most_rows : rows at most, `len(tokens) - 1` for a model that has to see the last token itself.
-        priority : as `sequence` has it.
-
-        Raises
-        ------
-        What `find_prefix` and `fork` raise.
-        """
-        prefix, rows = self.find_prefix(tokens, salt=salt)
-        if most_rows is not None:
-            rows = min(rows, whole_number("most_rows", most_rows, 0, 1 << 32))
-        if prefix is None or not rows:
-            return self.sequence(priority), 0
-        return self.fork_prefix(prefix, rows, priority=priority), rows
-
-    def fork_prefix(
-        self, prefix: Prefix, rows: int | None = None, *, priority: int | None = None
-    ) -> Sequence:
-        """A new sequence with the rows of a prefix, or the first `rows` of them.
-
-        Raises
-        ------
-        StalePrefixError : when the prefix is no longer there.
-        ArgumentError, OutOfMemoryError, AccessError : as `fork`.
-        """
-        known = self._open_sequences()
-        tables = self._prefixes.tables_of(prefix)
-        if rows is not None:
-            whole_number("rows", rows, 0, prefix.rows)
-        copy = self._evictor.with_room(lambda: known.fork(tables, rows), (), prefix)
-        copy.priority = priority
-        return self._made(copy, rows)
-
-    def drop_prefix(self, prefix: Prefix) -> None:
-        """Forget a prefix; its pages are free once no sequence has them.
-
-        Raises
-        ------
-        StalePrefixError : when it is no longer there.
-        """
-        self._open_sequences()
-        self._prefixes.drop(prefix)
-
-    @property
-    def prefixes(self) -> list[Prefix]:
-        """The prefixes that are published, the newest first."""
-        self._open_sequences()
-        return list(self._prefixes)
-
     # Below: parts of the above, and of `KVCache`
 
     def _open_sequences(self) -> Sequences:
@@ -500,9 +413,30 @@ class SequenceMemory:
     def _fork(self, sequence: Sequence, keep: Many[Sequence], rows: int | None = None) -> Sequence:
         """A fork, which is as important as what it was made from."""
         known = self._open_sequences()
-        copy = self._evictor.with_room(lambda: known.fork(known.tables(sequence), rows), keep)
-        copy.priority = sequence.priority
+        shared = None if sequence.shared is None else sequence.shared.another()
+        try:
+            copy = self._evictor.with_room(lambda: known.fork(known.tables(sequence), rows), keep)
+        except BaseException:
+            if shared is not None:
+                shared.let_go()
+            raise
+        copy.priority, copy.shared = sequence.priority, shared
         return self._made(copy, rows)
+
+    def _release(self, sequence: Sequence, tables: list[PageTable], kept_rows: int, before: int) -> None:
+        """Release rows of tables of a sequence, some of which may lie in the library."""
+        shared = sequence.shared
+        if shared is None or not any(shared.seen[table.layer] for table in tables):
+            self._cuts.release(tables, kept_rows, before)
+            return
+        if before < shared.rows or kept_rows > shared.rows:
+            raise ArgumentError(
+                f"rows {kept_rows} to {before}: the first {shared.rows} are a shared prefix's; release all "
+                "rows from one of them to its end and what follows"
+            )
+        self._cuts.release(tables, 0, before)
+        for table in tables:
+            shared.seen[table.layer] = min(shared.seen[table.layer], kept_rows)
 
     def _made(self, copy: Sequence, rows: int | None) -> Sequence:
         """A fork of all or some rows, with a summary of its last page."""

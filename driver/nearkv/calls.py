@@ -54,9 +54,17 @@ class Calls:
         return self._heads.scale("k", layer), self._heads.scale(value, layer)
 
     def make(
-        self, layer: int, q: torch.Tensor, tables: list[PageTable], lengths: list[int], **options: Any
+        self,
+        layer: int,
+        q: torch.Tensor,
+        tables: list[PageTable],
+        lengths: list[int],
+        *,
+        elsewhere: int | None = None,
+        **options: Any,
     ) -> Call:
-        """A call over the first `lengths` rows of tables.
+        """A call over the first `lengths` rows of tables; of these, those from row `elsewhere` on are not in
+        the tables, and not seen.
 
         Raises
         ------
@@ -66,11 +74,14 @@ class Calls:
         rows = np.array(lengths, np.int64)
         key = None
         plain = isinstance(q, torch.Tensor) and all(type(value) in PLAIN for value in options.values())
-        if plain and not any(table.released[1] for table in tables):
+        if plain and elsewhere is None and not any(table.released[1] for table in tables):
             key = layer, self._heads.changes, q.shape, q.dtype, repr(options)
             if (call := self._kept.get(key)) is not None:
                 return call.again(q, rows)
-        released = np.array([table.released for table in tables], np.int64)
+        if elsewhere is None:
+            released = np.array([table.released for table in tables], np.int64)
+        else:
+            released = np.array([(elsewhere, length) for length in lengths], np.int64)
         call = self._new(layer, q, rows, released, options)
         if key is not None:
             while len(self._kept) >= _KEPT:

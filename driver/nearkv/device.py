@@ -27,6 +27,7 @@ from nearkv_sim.trace import write as write_timeline
 
 from .arguments import whole_number
 from .cache import KVCache
+from .compaction import compact
 from .errors import ArgumentError, ClosedError, UnknownHandleError, VersionError
 from .formats import Blocks, Dtype, Pair, chosen_format, needs_of
 from .heads import GivenHeads
@@ -34,6 +35,7 @@ from .memory_use import MemoryUse
 from .owner import Owner
 from .stats import AttentionTotals, Stats, read_stats
 from .streams import Stream
+from .table import PageTable
 from .tenant import Tenant
 
 if TYPE_CHECKING:
@@ -317,6 +319,49 @@ class Device:
         """What a tenant's memory holds, as this driver has placed it."""
         self._check_open()
         return self._tenant(tenant).memory()
+
+    def compact(self, tenant: int = 0, most_bytes: int | None = None) -> int:
+        """Move pages of a tenant together, and give extents that hold nothing then back to the device.
+
+        Freed sequences leave extents with few pages each, which pages of other sizes, and other tenants,
+        cannot use. Afterwards less than 1 MiB lies idle in each channel for each size of pages, and what the
+        ends of extents leave. Sequences, handles and results are as before; calls under way are waited for.
+
+        Parameters
+        ----------
+        most_bytes : of pages to move at most; None for all that it takes.
+
+        Returns
+        -------
+        Bytes of pages that were moved.
+
+        Raises
+        ------
+        ArgumentError, UnknownHandleError : for what is none.
+        DeviceTimeoutError, LinkError : when the device does not answer.
+
+        Examples
+        --------
+        >>> import nearkv
+        >>> dev = nearkv.open("model")
+        >>> dev.compact()
+        0
+        >>> dev.close()
+        """
+        self._check_open()
+        of, moved = self._tenant(tenant), 0
+        if most_bytes is not None:
+            whole_number("most_bytes", most_bytes, 0, 1 << 62)
+        self.synchronize()
+        tables: dict[int, list[PageTable]] = {}
+        for cache in self._caches:
+            if cache.belongs_to(of) and not cache.closed:
+                tables.setdefault(cache.page_bytes, []).extend(cache.page_tables)
+        for page_bytes, own in tables.items():
+            left = None if most_bytes is None else most_bytes - moved
+            moved += compact(of, of.pages(page_bytes), own, left)
+        of.release_free()
+        return moved
 
     def cxl(self, *, dynamic_bytes: int = 0) -> CxlHost:
         """The device as a CXL host finds it: configuration space, registers and mailbox; one for all calls.

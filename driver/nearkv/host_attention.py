@@ -67,9 +67,17 @@ def seen(
         mask &= ((index >= begin[:, None]) & (index < end[:, None]))[:, None]
     if visible is not None:
         mask &= visible
-    if released is not None:
-        mask &= ~((index >= released[:, :1]) & (index < released[:, 1:]))[:, None]
-    return mask
+    return without(mask, released)
+
+
+def without(mask: npt.NDArray[np.bool_], released: Bounds | None) -> npt.NDArray[np.bool_]:
+    """Of bool [batch, query_rows, rows] what is left where nobody sees the rows `released` [batch, 2]."""
+    if released is None:
+        return mask
+    index = np.arange(mask.shape[2])
+    gone = (index >= released[:, :1]) & (index < released[:, 1:])
+    found: npt.NDArray[np.bool_] = mask & ~gone[:, None]
+    return found
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,8 @@ class Prefixes:
         self.hits = 0
         self.misses = 0
         self.reclaimed = 0
+        self.pinned: set[Prefix] = set()
+        """Those that `reclaim` leaves where they are."""
         for one_found in reversed(found):
             handle = Prefix(one_found.address, one_found.generation, len(one_found.tokens))
             keys = self._keys(one_found.root, one_found.tokens)
@@ -163,8 +165,11 @@ class Prefixes:
 
     def reclaim(self, keep: Prefix | None = None) -> bool:
         """Forget the prefix that was not used for longest; False when there is none."""
+        staying = self.pinned if keep is None else self.pinned | {keep}
         entry = min(
-            (entry for entry in self._chain if entry.handle != keep), key=lambda e: e.used, default=None
+            (entry for entry in self._chain if entry.handle not in staying),
+            key=lambda e: e.used,
+            default=None,
         )
         if entry is None:
             return False
@@ -239,6 +244,7 @@ class Prefixes:
         nothing = np.zeros((1, LINE_BYTES), np.uint8)
         tenant.run([link, Fence(), tenant.write(one(entry.handle.address), nothing)])
         del self._chain[index]
+        self.pinned.discard(entry.handle)
         for key in self._indexed(entry):
             self._by_key[key].remove(entry)
             if not self._by_key[key]:

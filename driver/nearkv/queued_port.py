@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from nearkv_hw.abi import DeviceConfig
 from nearkv_sim.port import Fence, LinkDown, Operation, Port, Program, ReadResult, Write
-from nearkv_sim.served import ApertureTakenError
+from nearkv_sim.served import ApertureTakenError, NoServiceError, ServedPort
 
-from .errors import LinkError, TenantTakenError
+from .errors import ArgumentError, LinkError, TenantTakenError
 
 _MOST_LINES = 4096
 """Lines that wait at most; more of them travel at once."""
@@ -59,6 +59,29 @@ class QueuedPort:
         except LinkDown as error:
             self._down = f"the link was lost ({error})"
             raise LinkError(f"{self._down}: what was under way may have arrived in part") from error
+
+    def ask(self, request: dict[str, Any], arrays: Sequence[Any] = ()) -> tuple[dict[str, Any], list[Any]]:
+        """What the server of a device answers beside it; see `ServedPort.ask`.
+
+        Raises
+        ------
+        ArgumentError : for a device that is not served, or whose server offers nothing.
+        LinkError : when the server is gone.
+        """
+        if not isinstance(self._port, ServedPort):
+            raise ArgumentError(
+                "shared=True needs a device that several hosts use: open unix:PATH, served by nearkv serve "
+                "--library TENANT"
+            )
+        if self._down:
+            raise LinkError(f"{self._down}: call recover() of the device once it is back")
+        try:
+            return self._port.ask(request, arrays)
+        except NoServiceError as error:
+            raise ArgumentError(str(error)) from error
+        except LinkDown as error:
+            self._down = f"the link was lost ({error})"
+            raise LinkError(self._down) from error
 
     def wrap(self, wrap: Callable[[Port], Port]) -> None:
         """Have everything pass through another port."""

@@ -58,6 +58,16 @@ class Context:
         pick = torch.from_numpy(places)
         return self._mapped(lambda codes: codes[pick])
 
+    def then(self, others: Context) -> Context:
+        """These rows and then others like them."""
+        joined = [
+            None if own is None or more is None else torch.cat([own, more])
+            for own, more in zip(self.areas, others.areas, strict=True)
+        ]
+        k, k_scales, v, v_scales = joined
+        assert k is not None
+        return Context(k, v, k_scales, v_scales)
+
     def zeros(self, count: int) -> Context:
         """So many rows of zeros like these."""
         return self._mapped(lambda codes: codes.new_zeros(count, *codes.shape[1:]))

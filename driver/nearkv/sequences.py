@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.memory import (
@@ -35,6 +36,9 @@ from .recovery import FoundCache
 from .table import PageTable
 from .tenant import Tenant
 
+if TYPE_CHECKING:
+    from .library import SharedRows
+
 _FIRST_ENTRIES = ENTRIES_PER_LINE
 """Pages that a new page table has room for; it doubles when they are used up."""
 _FIRST_SLOTS = 8
@@ -48,10 +52,11 @@ class Sequence:
     -------
     slot : its place in the cache's directory on the device.
     priority : None for one that stays; others may go when memory runs short, the lowest number first.
+    shared : its first rows, where they lie in a prefix that hosts share; else None.
     used : when it was used last, in calls of its cache.
     """
 
-    __slots__ = ("__weakref__", "_evicted", "_owner", "_tables", "priority", "slot", "used")
+    __slots__ = ("__weakref__", "_evicted", "_owner", "_tables", "priority", "shared", "slot", "used")
 
     def __init__(self, owner: Sequences, slot: int, tables: list[PageTable]) -> None:
         self._owner = owner
@@ -59,6 +64,7 @@ class Sequence:
         self._evicted = False
         self.slot = slot
         self.priority: int | None = None
+        self.shared: SharedRows | None = None
         self.used = 0
 
     @property
@@ -171,6 +177,15 @@ class Sequences:
         slot = self._free_slot()
         return self._add(slot, self._new_tables(slot))
 
+    def beginning(self, rows: int) -> Sequence:
+        """A new sequence whose first rows, whole pages of them, lie elsewhere. The directory does not name
+        it, so that nobody who takes over takes it for whole; OutOfMemoryError as `new`."""
+        slot = self._free_slot()
+        tables = self._new_tables(slot, entries=rows // self._page_rows)
+        for table in tables:
+            table.begin(rows, self._page_rows)
+        return self._add(slot, tables)
+
     def fork(self, of: list[PageTable], rows: int | None = None) -> Sequence:
         """A new sequence that has the pages of some tables, too, or those of their first rows;
         OutOfMemoryError when there is no room for its tables."""
@@ -226,6 +241,8 @@ class Sequences:
         self._tenant.run([self.directory.put(sequence.slot, 0, [0] * self._layers)])
         self._give_tables(tables)
         sequence._tables = None
+        if sequence.shared is not None:
+            sequence.shared.let_go()
         self._slots[sequence.slot] = None
         heappush(self._free, sequence.slot)
 
@@ -288,12 +305,13 @@ class Sequences:
             self._double()
         return self._free[0]
 
-    def _new_tables(self, slot: int, of: Many[PageTable] | None = None) -> list[PageTable]:
-        """A slot's tables, empty or with the content of others."""
+    def _new_tables(self, slot: int, of: Many[PageTable] | None = None, entries: int = 0) -> list[PageTable]:
+        """A slot's tables with room for so many entries, empty or with the content of others."""
         tables: list[PageTable] = []
+        wanted = entries
         try:
             for layer in range(self._layers):
-                entries = _FIRST_ENTRIES if of is None else max(_FIRST_ENTRIES, of[layer].pages)
+                entries = max(_FIRST_ENTRIES, wanted, 0 if of is None else of[layer].pages)
                 address = self._tenant.arena.take(table_bytes(self._kv_heads, entries))
                 if of is None:
                     place = {"layer": layer, "sequence": slot, "cache": self._record}
@@ -309,7 +327,8 @@ class Sequences:
     def _add(self, slot: int, tables: list[PageTable]) -> Sequence:
         """Write tables, and then name them in the directory."""
         program = [*self.table_writes(tables), Fence()]
-        program += [self.directory.put(slot, 0, [table.address for table in tables])]
+        if tables[0].named:
+            program += [self.directory.put(slot, 0, [table.address for table in tables])]
         self._tenant.run(program)
         heappop(self._free)  # the lowest, which is this one
         sequence = self._slots[slot] = Sequence(self, slot, tables)

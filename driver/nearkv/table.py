@@ -47,6 +47,7 @@ class PageTable:
     released : (begin, end) of the rows that were released: nobody sees them, pages between the two are gone.
     extremes : least and largest K of the last page where it is not full, in caches that keep summaries.
     next_extremes : the same once rows under way are committed.
+    named : whether the directory names it once it is written; what it does not name ends with its host.
     jobs_end : number in the tenant's ring of the first descriptor after the last one that reads the table.
     """
 
@@ -59,6 +60,7 @@ class PageTable:
         self.changes = 0
         self.committed = 0
         self.released = 0, 0
+        self.named = True
         self.jobs_end = 0
         self.extremes: torch.Tensor | None = None
         self.next_extremes: torch.Tensor | None = None
@@ -147,6 +149,11 @@ class PageTable:
         self._entries[:, page : page + addresses.shape[1]] = entries
         self.changes += 1
 
+    def replace(self, head: int, page: int, address: int) -> None:
+        """Name another page in the place of one head's."""
+        self._entries[head, page] = np.uint64(address) >> _LINE_SHIFT << _ENTRY_SHIFT | _ENTRY_VALID
+        self.changes += 1
+
     def drop(self, page: int) -> None:
         """Forget the pages from index `page` on."""
         self._entries[:, page:] = 0
@@ -182,7 +189,13 @@ class PageTable:
         table._entries[:, : self.pages] = self._entries[:, : self.pages]
         table.pages, table.committed, table.extremes = self.pages, self.committed, self.extremes
         table.released = self.released
+        table.named = self.named
         return table
+
+    def begin(self, rows: int, page_rows: int) -> None:
+        """Begin after so many rows, whole pages, that lie elsewhere: here they are as if released."""
+        self.pages, self.committed, self.released = rows // page_rows, rows, (0, rows)
+        self.named = False
 
     def entry_lines(self, begin: int, end: int) -> tuple[Addresses, Lines]:
         """The lines with the entries of pages `begin` to `end`, all heads: addresses [n], data [n, 64]."""

@@ -149,6 +149,10 @@ class Tenant:
         """Carry out a program of memory accesses."""
         return self._port.run(program)
 
+    def ask(self, request: dict[str, Any], arrays: Sequence[Any] = ()) -> tuple[dict[str, Any], list[Any]]:
+        """What the server of a device answers beside it; see `QueuedPort.ask`."""
+        return self._port.ask(request, arrays)
+
     def read(self, addresses: Addresses) -> Lines:
         """Lines [n, 64] at device addresses; AccessError as `checked` has it."""
         (result,) = self._port.run([Read(self.hosts(addresses))])

@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from nearkv_hw.abi import DeviceConfig, configure
@@ -29,10 +29,37 @@ from .programs import checked
 SHARED_BYTES = 1 << 24
 """Of the memory that a host shares with the server; what does not fit travels through the socket."""
 _BACKLOG = 64
+_SERVER = -1
+"""Stands for the server itself among hosts."""
+_NO_SERVICE = "this server shares no prefixes: start it with nearkv serve --library TENANT"
 
 
 class ApertureTakenError(PermissionError):
     """An aperture that another host of a served device uses."""
+
+
+class NoServiceError(RuntimeError):
+    """The server offers nothing besides the device."""
+
+
+class Service(Protocol):
+    """What a server offers its hosts besides the device. One call at a time, and no host's program during it.
+
+    Members
+    -------
+    aperture : its own, which no host may use.
+    """
+
+    aperture: int
+
+    def answer(
+        self, host: int, request: dict[str, Any], arrays: list[wire.Array]
+    ) -> tuple[dict[str, Any], list[wire.Array]]:
+        """What a host's request comes to; its arrays are good until it returns. KeyError, TypeError or
+        ValueError for what is no request."""
+
+    def gone(self, host: int) -> None:
+        """A host is gone, whatever it was doing."""
 
 
 class Server:
@@ -42,6 +69,7 @@ class Server:
     ----------
     port : the device, which this closes in the end.
     path : of the socket, which must not be there yet.
+    service : what it offers besides, if anything.
 
     Members
     -------
@@ -52,14 +80,16 @@ class Server:
     OSError : when there can be no socket.
     """
 
-    def __init__(self, port: Port, path: Path) -> None:
+    def __init__(self, port: Port, path: Path, service: Service | None = None) -> None:
         self.path = Path(path)
         self._port = port
+        self._service = service
         self._lock = threading.Lock()
-        self._users: dict[int, int] = {}
+        self._users: dict[int, int] = {} if service is None else {service.aperture: _SERVER}
         """Of each aperture in use, the host that has it."""
         self._connections: dict[int, socket.socket] = {}
         self._next = 0
+        self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(self.path))
         os.chmod(self.path, 0o600)
@@ -91,6 +121,7 @@ class Server:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         with self._lock:
+            self._closed = True
             self._port.close()
 
     def _serve_one(self, number: int, connection: socket.socket) -> None:
@@ -111,6 +142,8 @@ class Server:
             connection.close()
             with self._lock:
                 del self._connections[number]
+                if self._service is not None and not self._closed:
+                    self._service.gone(number)
                 self._users = {a: user for a, user in self._users.items() if user != number}
 
     def _answer(
@@ -121,6 +154,10 @@ class Server:
             with self._lock:
                 if head["op"] == "link_bytes":
                     return {"link_bytes": self._port.link_bytes}, []
+                if head["op"] == "service":
+                    if self._service is None:
+                        return {"error": "service", "message": _NO_SERVICE}, []
+                    return self._service.answer(number, head["request"], arrays)
                 program = checked(wire.unpack_program(head["program"], arrays))
                 self._take_apertures(number, program)
                 results = self._port.run(program)
@@ -156,8 +193,9 @@ class Server:
                 )
             for one in np.unique(aperture[aperture < config.apertures]).tolist():
                 if self._users.setdefault(one, number) != number:
+                    user = "the server itself" if self._users[one] == _SERVER else "another host"
                     raise ApertureTakenError(
-                        f"another host uses tenant {one} of this device; use another of its "
+                        f"{user} uses tenant {one} of this device; use another of its "
                         f"{config.apertures} tenants, or wait until that host is gone"
                     )
 
@@ -209,6 +247,19 @@ class ServedPort:
         head, _ = self._ask({"op": "link_bytes"})
         return int(head["link_bytes"])
 
+    def ask(
+        self, request: dict[str, Any], arrays: Sequence[wire.Array] = ()
+    ) -> tuple[dict[str, Any], list[wire.Array]]:
+        """What the server's service answers a request; the arrays are good until the next call.
+
+        Raises
+        ------
+        NoServiceError : the server has none.
+        LinkDown : the server is gone.
+        ValueError : for what is no request.
+        """
+        return self._ask({"op": "service", "request": request}, arrays)
+
     @property
     def maintenance(self) -> Maintenance:
         """RuntimeError: what is done to a device below its tenants is done where it runs."""
@@ -250,6 +301,10 @@ class ServedPort:
         except (OSError, EOFError) as error:
             raise LinkDown(f"the device's server is gone: {error}") from error
         if "error" in answer:
-            kinds = {"timeout": DeviceTimeout, "taken": ApertureTakenError}
+            kinds = {
+                "timeout": DeviceTimeout,
+                "taken": ApertureTakenError,
+                "service": NoServiceError,
+            }
             raise kinds.get(answer["error"], ValueError)(answer["message"])
         return answer, results

@@ -13,6 +13,7 @@ from nearkv.tiers import DeviceTier, NewestRows, PoolTier, TensorTier, TieredCac
 SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "fp16"}
 ROW_BYTES = 2 * 2 * 8 * 2
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def pool_of(devices, **arguments):
 
 
 @pytest.mark.parametrize("before", [(), (5,)], ids=["pool alone", "behind another tier"])
-@pytest.mark.parametrize("dtype", ["fp16", "q8_0", "mxfp4"])
+@pytest.mark.parametrize("dtype", ["fp16", "q8_0", "mxfp4", "fp8"])
 def test_the_bits_are_those_of_one_device(model, devices, dtype, before):
     """Forks, crops and calls at random, beside a cache of one device."""
     seed = random.randrange(1 << 30)
@@ -55,13 +56,20 @@ def test_the_bits_are_those_of_one_device(model, devices, dtype, before):
                 plain.crop(own, kept)
             batch = chance.sample(pairs, 2)
             q = values(2, chance.choice([1, 3]), 4, 32, seed=seed + step)
-            options = chance.choice([{}, {"window": 5, "kept_rows": 2}, {"sinks": SINKS}])
+            options = chance.choice(
+                [
+                    {},
+                    {"window": 5, "kept_rows": 2},
+                    {"sinks": SINKS},
+                    {"alibi_slopes": SLOPES, "sinks": SINKS},
+                ]
+            )
             assert same_answers(kv, plain, batch, layer=layer, q=q, scale=0.3, **options), (step, options)
         assert same_rows(kv, plain, pairs, layers=2)
         for tiered, _ in pairs:
             kv.free(tiered)
         assert [member.rows for member in pool.members] == [0, 0, 0]
-        assert [member.cache.memory().pages for member in pool.members] == [0, 0, 0]
+        assert sum(cache.memory().pages for member in pool.members for cache in member.caches) == 0
 
 
 def test_pages_are_spread_evenly(devices):

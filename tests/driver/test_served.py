@@ -180,6 +180,14 @@ def test_processes_that_are_killed_lose_nothing(server):
             assert device.memory().pages == 0
 
 
+@pytest.mark.parametrize("library", ["-1", "9"])
+def test_a_library_without_a_tenant_is_refused(tmp_path, library):
+    options = ["--device", "model", "--library", library]
+    result = CliRunner().invoke(app, ["serve", str(tmp_path / "socket"), *options])
+    assert result.exit_code == 2
+    assert f"tenant={library}" in result.output
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -203,17 +211,21 @@ def test_what_no_tenant_can_have_is_refused(tmp_path, option, message):
 def test_the_command_serves(tmp_path):
     path = tmp_path / "socket"
     command = "import sys; from nearkv.cli import main; sys.argv[1:1] = ['serve']; main()"
-    options = ["--device", "model", "--quota", "1=3", "--weight", "1=2"]
+    limits = ["--quota", "1=3", "--weight", "1=2", "--library", "0"]
+    options = ["--device", "model", *limits, "--set", "apertures=3"]
     process = subprocess.Popen([sys.executable, "-c", command, str(path), *options])
     try:
         for _ in range(600):
             if path.exists():
                 break
             time.sleep(0.05)
-        with nearkv.open(f"unix:{path}") as device, device.kv_cache(**SHAPE) as kv:
+        with nearkv.open(f"unix:{path}") as device, device.kv_cache(**SHAPE, tenant=2) as kv:
             rows = context(9, 2, 8, 8, seed=1)
             (handle,) = filled(kv, [rows])
+            kv.append(handle, layer=1, k=rows[0], v=rows[1])
             assert same_bits(kv.attend([handle], layer=0, q=Q, scale=0.3), expected(Q, [rows], scale=0.3))
+            kv.publish(handle, range(9), shared=True)
+            assert kv.find_prefix(range(9), shared=True)[1] == 9
             with pytest.raises(QuotaError, match="tenant 1 may own 3 extents of 1 MiB"):
                 filled(device.kv_cache(**SHAPE, tenant=1), [context(100_000, 2, 8, 8, seed=1)])
     finally:

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 from driver_cases import context, expected, same_answers, same_bits, same_rows, values
-from nearkv.errors import ArgumentError, ClosedError, DtypeError, ShapeError, UnknownHandleError
+from nearkv.errors import (
+    ArgumentError,
+    ClosedError,
+    DtypeError,
+    OutOfMemoryError,
+    ShapeError,
+    UnknownHandleError,
+)
 from nearkv.reference import finish
 from nearkv.tiers import (
     DeviceTier,
@@ -21,12 +28,36 @@ from nearkv.tiers import (
     TieredCache,
     prometheus,
 )
+from nearkv.tiers import device as tiers_device
 
 SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "fp16"}
 
 
 def tiers_of(device, tmp_path):
     return [TensorTier("hot"), TensorTier("warm"), DeviceTier(device, page_rows=4), FileTier(tmp_path)]
+
+
+class LastRows:
+    """The rows from number 10 on to the second tier."""
+
+    def moves(self, view):
+        far = view.tiers[0][view.tiers[0] >= 10]
+        return [Move(0, 1, far)] if len(far) else []
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
+
+
+def drafts(chance, batch, kv, layer, query_rows):
+    """A tree of the last rows: each sees itself and one that came before, and stands one behind that."""
+    tree = torch.eye(query_rows, dtype=torch.bool).repeat(len(batch), 1, 1)
+    at = torch.tensor([[kv.length(own, layer) - query_rows] * query_rows for own, _ in batch])
+    for index in range(len(batch)):
+        for row in range(1, query_rows):
+            parent = chance.randrange(row)
+            tree[index, row] |= tree[index, parent]
+            at[index, row] = at[index, parent] + 1
+    return {"tree": tree, "query_positions": at}
 
 
 class AnyMoves:
@@ -46,7 +77,8 @@ class AnyMoves:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["fp16", "bf16", "int8", "q8_0", "mxfp4", pytest.param("int4", id="short rows")]
+    "dtype",
+    ["fp16", "bf16", "int8", "q8_0", "mxfp4", "fp8", "nvfp4", "lut4", pytest.param("int4", id="short rows")],
 )
 def test_the_bits_do_not_depend_on_where_rows_live(model, tmp_path, dtype):
     """Random moves between four tiers: every result is that of a cache in one place."""
@@ -78,14 +110,147 @@ def test_the_bits_do_not_depend_on_where_rows_live(model, tmp_path, dtype):
             batch = chance.sample(pairs, 2)
             q = values(2, chance.choice([1, 3]), 4, 32, seed=seed + step, dtype=kind)
             options = chance.choice(
-                [{}, {"window": 5, "kept_rows": 2}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}]
+                [
+                    {},
+                    {"window": 5, "kept_rows": 2},
+                    {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+                    {"alibi_slopes": SLOPES},
+                    {"alibi_slopes": SLOPES, "window": 7, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+                ]
             )
+            if min(kv.length(own, layer) for own, _ in batch) >= q.shape[1] and chance.random() < 0.5:
+                options = {**options, **drafts(chance, batch, kv, layer, q.shape[1])}
             assert same_answers(kv, plain, batch, layer=layer, q=q, scale=0.3, **options), (step, options)
         assert same_rows(kv, plain, pairs, layers=2)
         assert sum(tier.rows for tier in kv.stats()) == sum(
             kv.length(tiered, layer) for tiered, _ in pairs for layer in range(2)
         )
         assert min(tier.bytes_in for tier in kv.stats()) > 0
+
+
+@pytest.mark.parametrize("policy", [NewestRows(4, 9), AnyMoves(5)], ids=["newest", "any"])
+@pytest.mark.parametrize("query_rows", [1, 3])
+def test_slopes_and_trees_wherever_rows_stand(device, tmp_path, policy, query_rows):
+    """A device's places are not positions: rows that moved, rows with holes between them, and drafts whose
+    siblings stand in one position, all biased by where they stand."""
+    chance = random.Random(7)
+    shape = {"layers": 1, "kv_heads": 2, "head_dim": 8, "dtype": "fp16"}
+    tiers = [TensorTier("hot"), TensorTier("warm"), DeviceTier(device, page_rows=4)]
+    with device.kv_cache(**shape) as plain, TieredCache(tiers, **shape, policy=policy) as kv:
+        pairs = [(kv.sequence(), plain.sequence()) for _ in range(2)]
+        for step in range(4):
+            for tiered, own in pairs:
+                k, v = context(5, 2, 8, 8, seed=step + own.slot)
+                kv.append(tiered, layer=0, k=k, v=v)
+                plain.append(own, layer=0, k=k, v=v)
+        q = values(2, query_rows, 4, 8, seed=3)
+        tree = drafts(chance, pairs, kv, 0, query_rows)
+        for options in (
+            {"alibi_slopes": SLOPES},
+            {"alibi_slopes": SLOPES, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+            {**tree},
+            {**tree, "alibi_slopes": SLOPES, "window": 6},
+            {"tree": tree["tree"], "rows": (2, 19)},
+        ):
+            assert same_answers(kv, plain, pairs, layer=0, q=q, scale=0.3, **options), options
+        assert tiers[2].rows
+
+
+@pytest.mark.parametrize(
+    ("policy", "most_runs", "on_host"),
+    [(NewestRows(5), 256, 0), (AnyMoves(3), 256, 0), (LastRows(), 256, 1), (NewestRows(5), 0, 3)],
+    ids=["newest", "any", "before the first place", "too many runs"],
+)
+def test_query_rows_that_stand_anywhere(model, monkeypatch, policy, most_runs, on_host):
+    """`query_positions` with a mask: the bias is that of where they are said to stand, in any tier; also
+    where rows of the device's tier would put them before its first place, which the host works out."""
+    shape = {"layers": 1, "kv_heads": 2, "head_dim": 8, "dtype": "fp16"}
+    k, v = context(20, 2, 8, 8, seed=1)
+    q, mask = values(1, 2, 4, 8, seed=3), torch.ones(1, 2, 20, dtype=torch.bool)
+    with (
+        model.kv_cache(**shape) as plain,
+        TieredCache([TensorTier("hot"), DeviceTier(model)], **shape, policy=policy) as kv,
+    ):
+        pairs = [(kv.sequence(), plain.sequence())]
+        for cache, own in zip((kv, plain), pairs[0], strict=True):
+            cache.append(own, layer=0, k=k, v=v)
+        results, read_back = [], []
+        tier_type = tiers_device.DeviceTier
+        work_out = tier_type._on_host
+
+        def noted(tier, keys, own, asked):
+            read_back.extend(positions for positions in own if len(positions))
+            return work_out(tier, keys, own, asked)
+
+        monkeypatch.setattr(tier_type, "_on_host", noted)
+        monkeypatch.setattr(tiers_device, "_MOST_RUNS", most_runs)
+        for at in ([18, 19], [500, 700], [2, 3]):
+            options = {"visible": mask, "query_positions": torch.tensor(at), "alibi_slopes": SLOPES}
+            assert same_answers(kv, plain, pairs, layer=0, q=q, scale=0.3, **options)
+            results.append(plain.attend([pairs[0][1]], layer=0, q=q, scale=0.3, **options))
+            wanted = expected(
+                q,
+                [(k, v)],
+                scale=0.3,
+                visible=mask,
+                query_positions=torch.tensor(at),
+                row_positions=torch.arange(20),
+                alibi_slopes=SLOPES,
+            )
+            assert same_bits(results[-1], wanted)
+        assert not same_bits(results[0], results[1])
+        assert len(read_back) == on_host
+        for wrong in ({"visible": mask[:, 0]}, {}, {"visible": mask, "window": 3}):
+            for cache, own in zip((kv, plain), pairs[0], strict=True):
+                with pytest.raises(ArgumentError, match="query_positions go with a tree, or with visible"):
+                    cache.attend([own], layer=0, q=q, query_positions=torch.tensor([1, 2]), **wrong)
+
+
+def test_heads_scales_are_found_once_and_for_all_tiers(model):
+    """From the first rows of a layer, as in one place, or given; an append that fails leaves none."""
+    shape = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "fp8"}
+    k, v = context(9, 2, 8, 8, seed=1)
+    with (
+        model.kv_cache(**shape) as plain,
+        TieredCache([DeviceTier(model)], **shape, policy=NewestRows()) as kv,
+    ):
+        assert kv.head_scales(0) == (None, None)
+        s, own = kv.sequence(), plain.sequence()
+        q = values(1, 4, 8, seed=3)
+        assert not kv.attend([s], layer=0, q=q).any()  # no rows, and so no scales yet
+        kv.append(s, layer=0, k=k, v=v)
+        plain.append(own, layer=0, k=k, v=v)
+        for found, wanted in zip(kv.head_scales(0), plain.head_scales(0), strict=True):
+            assert torch.equal(found, wanted)
+        assert kv.head_scales(1) == (None, None)
+        assert same_answers(kv, plain, [(s, own)], layer=0, q=q)
+        part = kv.attend([s], layer=0, q=q, partial=True)
+        scale = kv.head_scales(0)[1]
+        assert same_bits(finish(part, torch.float32, scale), plain.attend([own], layer=0, q=q))
+    given = {"k_scale": torch.tensor([0.5, 2.0]), "v_scale": torch.tensor([0.25, 1.0])}
+    with TieredCache([TensorTier()], **shape, **given, policy=NewestRows()) as kv:
+        assert torch.equal(kv.head_scales(1)[1], given["v_scale"])
+
+
+def test_an_append_without_room_finds_no_scales():
+    class Full(TensorTier):
+        full = True
+
+        def put(self, key, rows, positions):
+            if self.full:
+                raise OutOfMemoryError("full")
+            super().put(key, rows, positions)
+
+    tier = Full()
+    with TieredCache([tier], **SHAPE | {"dtype": "fp8"}, policy=NewestRows()) as kv:
+        s = kv.sequence()
+        k, v = context(9, 2, 8, 8, seed=1)
+        with pytest.raises(OutOfMemoryError):
+            kv.append(s, layer=0, k=k, v=v)
+        assert kv.head_scales(0) == (None, None)
+        tier.full = False
+        kv.append(s, layer=0, k=2 * k, v=v)
+        assert kv.head_scales(0)[0] is not None
 
 
 def test_the_newest_rows_are_near(device):
@@ -114,7 +279,7 @@ def test_the_newest_rows_are_near(device):
         assert same_bits(out, expected(q, [(k[:30], v[:30])], scale=0.3))
         kv.free(s)
         assert [tier.rows for tier in kv.stats()] == [0, 0, 0]
-        assert tiers[2].cache.memory().pages == 0
+        assert tiers[2].caches[0].memory().pages == 0
 
 
 def test_rows_of_which_attention_makes_most_stay():
@@ -284,8 +449,8 @@ def test_calls_that_do_not_fit(error, message, call):
 def test_caches_that_are_none(model):
     with pytest.raises(ArgumentError, match="must be one or more, of different names"):
         TieredCache([TensorTier(), TensorTier()], **SHAPE, policy=NewestRows(1))
-    with pytest.raises(ArgumentError, match="fp8 has a scale or codebook of each head"):
-        TieredCache([TensorTier()], **SHAPE | {"dtype": "fp8"}, policy=NewestRows())
+    with pytest.raises(ArgumentError, match="k_scale belongs to a scale per head"):
+        TieredCache([TensorTier()], **SHAPE, k_scale=torch.ones(2), policy=NewestRows())
     with TieredCache([TensorTier()], **SHAPE, policy=NewestRows(1)) as kv:
         with pytest.raises(ArgumentError, match="1 numbers of rows for 1 tiers"):
             kv.append(kv.sequence(), layer=0, k=(x := values(1, 2, 8, seed=1)), v=x)

@@ -32,6 +32,21 @@ def test_three_tiers_choose_the_tokens_of_one(family, tiers, how):
     assert rows.tally.calls == rows.tally.equal == rows.calls > 0
 
 
+@pytest.mark.parametrize("kv_format", ["q8_0", "fp8", "nvfp4"])
+def test_narrow_rows_in_tiers(kv_format):
+    """Also those whose heads have a scale, found from the prompt: the tiers' is the reference's."""
+    model = make_model("llama")
+    ids, mask = batch()
+    with nearkv.open("model") as device:
+        rows = TieredRows("host=5,device", device, hf.row_shape(model.config), "fp16", kv_format)
+        in_tiers = generate(model, rows, ids, mask)
+        assert all(tier.rows for tier in rows.cache.stats())
+        rows.cache.close()
+    by_reference = generate(model, hf.ReferenceRows("fp16", kv_format), ids, mask)
+    assert in_tiers.tolist() == by_reference.tolist()
+    assert rows.tally.calls == rows.tally.equal == rows.calls > 0
+
+
 @pytest.mark.parametrize("spec", ["", "torch", "disk=3,host", "host=3", "host,device", "host=2,host"])
 def test_tiers_that_are_none(spec):
     with nearkv.open("model") as device:

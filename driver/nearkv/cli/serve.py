@@ -27,17 +27,22 @@ def serve(
             help="Its share of the attention units, 1 to 255; may be given again.",
         ),
     ] = None,
+    library: Annotated[
+        int | None,
+        typer.Option(metavar="TENANT", help="Whose memory holds the prefixes that hosts share."),
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
     """Serve a device to several host processes: nearkv.open("unix:PATH").
 
     Each host uses tenants (apertures) of its own; one that another host uses is refused until
-    that host is gone. Ends with SIGINT or SIGTERM.
+    that host is gone. With --library they share prefixes, too. Ends with SIGINT or SIGTERM.
     """
     from nearkv_sim import open_port
     from nearkv_sim.served import Server
 
     from nearkv.errors import ArgumentError, UnknownHandleError
+    from nearkv.library import Library
     from nearkv.owner import Owner
 
     limits = [_pair(text, "TENANT=MIB, such as 1=2048") for text in quotas or ()]
@@ -49,10 +54,11 @@ def serve(
             owner.set_quota(tenant, size_mib << 20)
         for tenant, weight in shares:
             owner.set_weight(tenant, weight)
+        service = None if library is None else Library(port, library)
     except (ArgumentError, UnknownHandleError) as error:
         port.close()
         raise typer.BadParameter(str(error)) from error
-    server = Server(port, path)
+    server = Server(port, path, service)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.close())
     say(f"{device} is served at {path}")

@@ -8,7 +8,7 @@ from warnings import warn
 
 from .attention import NAME, register
 from .cache import NearKVCache
-from .device_rows import DeviceRows
+from .device_rows import CROP_ROWS, DeviceRows
 from .models import row_shape
 from .rows import RowStore
 
@@ -26,6 +26,7 @@ def attach(
     kv_format: str | None = None,
     page_rows: int = 16,
     tenant: int = 0,
+    crop_rows: int = CROP_ROWS,
 ) -> NearKVCache:
     """Put a transformers model's KV cache and attention on a device.
 
@@ -41,6 +42,8 @@ def attach(
     kv_format : a preset of `nearkv.quantise` in which rows are stored instead: "fp8", "q8_0", ...
     page_rows : rows of a page.
     tenant : the device's aperture to use.
+    crop_rows : rows that `crop` may take back at any time from layers with a window, whose other rows are
+        given back once the window has left them.
 
     Returns
     -------
@@ -48,7 +51,13 @@ def attach(
     make others of it.
     """
     store = DeviceRows(
-        device, row_shape(model.config), dtype, kv_format=kv_format, page_rows=page_rows, tenant=tenant
+        device,
+        row_shape(model.config),
+        dtype,
+        kv_format=kv_format,
+        page_rows=page_rows,
+        tenant=tenant,
+        crop_rows=crop_rows,
     )
     return attach_store(model, store)
 
@@ -101,6 +110,8 @@ def _prepare(
     fresh = given is None and kind is None and generation_config.use_cache is not False
     if fresh:
         model_kwargs[name] = model._nearkv_cache.fresh()
+        if getattr(generation_config, "is_assistant", False):  # transformers asks it of caches that it makes
+            model_kwargs[name].activate_past_recording()
     elif kind is not None:
         warn(f"cache_implementation={kind!r} is the host's: this call does not use the device", stacklevel=2)
     wanted = model._before_nearkv if kind is not None and not ours else NAME

@@ -22,7 +22,7 @@ class NearKVLayer(CacheLayerMixin):  # type: ignore[misc]
     latent_dim : elements of a latent row that are V; 0 where V has rows of its own.
     """
 
-    is_sliding = False  # every row is kept; the mask carries a sliding layer's window
+    is_sliding = False  # rows keep their numbers, whatever a window has left; masks and calls carry it
     is_croppable = True
     is_compileable = False
     supports_early_init = False
@@ -77,7 +77,8 @@ class NearKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def keys(self) -> Tensor | None:
         """K as the layer holds it, read back: [batch, kv_heads, rows, head_dim] in the model's type.
 
-        Of latent rows the whole row. None before the first rows, as transformers' own layers have it.
+        Rows that a window has left are zeros. Of latent rows the whole row. None before the first rows, as
+        transformers' own layers have it.
         """
         return self._read(0)
 
@@ -133,13 +134,24 @@ class NearKVCache(Cache):  # type: ignore[misc]
         return NearKVCache(self.store.fork(), self.shape)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove -tokens_to_remove rows from the end; ValueError for a positive number."""
+        """Remove -tokens_to_remove rows from the end.
+
+        Raises
+        ------
+        ValueError : for a positive number.
+        ArgumentError : for so many that rows would be seen again which a window had left and which are no
+            longer there: more than the store's `crop_rows`, without `activate_past_recording`.
+        """
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes the rows to remove as a negative number or 0, not {tokens_to_remove}"
             )
-        if tokens_to_remove:
-            self.store.crop(max(0, self.get_seq_length() + tokens_to_remove))
+        self.store.crop(max(0, self.get_seq_length() + tokens_to_remove))
+
+    def activate_past_recording(self) -> None:
+        """Keep rows that windows have left from here on, each time until the next `crop`, which may then go
+        back as far as it likes. Assisted decoding asks for it."""
+        self.store.record_past()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make the batch the sequences `beam_idx`."""

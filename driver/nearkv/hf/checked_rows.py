@@ -121,6 +121,10 @@ class CheckedRows(RowStore):
         self.device_rows.crop(rows)
         self.own.crop(rows)
 
+    def record_past(self) -> None:
+        """See `RowStore.record_past`."""
+        self.device_rows.record_past()
+
     def select(self, indices: Many[int]) -> None:
         """See `RowStore.select`."""
         self.device_rows.select(indices)

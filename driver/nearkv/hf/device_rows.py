@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nearkv import reference
+from nearkv.arguments import whole_number
 from nearkv.errors import AccessError, ArgumentError, DeviceError
 
 from .rows import JointRows, RowShape, RowStore, Scoring, causal, row_ranges
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from nearkv.cache import KVCache
     from nearkv.device import Device
     from nearkv.sequences import Sequence
+
+
+CROP_ROWS = 32
+"""Rows that a crop may take back of a layer with a window, unless a store is told otherwise: more than
+transformers' drafts usually are."""
 
 
 class DeviceRows(RowStore):
@@ -32,6 +38,8 @@ class DeviceRows(RowStore):
     tenant : the device's aperture to use.
     prompts_on_host : work out the first rows of a sequence on the host, where they are at hand, rather than
         on the device. If not given: where the device is simulated cycle by cycle.
+    crop_rows : rows that `crop` may take back, whatever windows have left; pages behind a window and so many
+        rows are given back as it moves on.
 
     Members
     -------
@@ -51,8 +59,10 @@ class DeviceRows(RowStore):
         page_rows: int = 16,
         tenant: int = 0,
         prompts_on_host: bool | None = None,
+        crop_rows: int = CROP_ROWS,
     ) -> None:
         super().__init__(dtype, kv_format)
+        whole_number("crop_rows", crop_rows, 0, 1 << 32)
         cache = device.kv_cache(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
@@ -64,10 +74,21 @@ class DeviceRows(RowStore):
             tenant=tenant,
         )
         on_host = cache.device_kind != "model" if prompts_on_host is None else prompts_on_host
-        self._start(shape, cache, on_host, [])
+        self._start(shape, cache, on_host, [], {}, crop_rows)
 
-    def _start(self, shape: RowShape, cache: KVCache, prompts_on_host: bool, retired: list[Sequence]) -> None:
+    def _start(
+        self,
+        shape: RowShape,
+        cache: KVCache,
+        prompts_on_host: bool,
+        retired: list[Sequence],
+        windows: dict[int, int],
+        crop_rows: int,
+    ) -> None:
         self.shape = shape
+        self._crop_rows = crop_rows
+        self._windows = windows
+        """Of layers that have been asked with one; a model's, so common to all stores made of this one."""
         self.cache = cache
         self.device_calls = 0
         self.kv_bytes = 0
@@ -108,8 +129,12 @@ class DeviceRows(RowStore):
                 self.cache.append(self.sequences, layer=one, k=k, v=v)
 
     def _attend(self, layer: int, q: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
+        if scoring.window is not None:
+            self._windows[layer] = scoring.window
         if layer in self._prompt:
-            return self._on_host(layer, q, visible, scoring)
+            out = self._on_host(layer, q, visible, scoring)
+            self._slide(layer)
+            return out
         options: dict[str, Any] = {
             "scale": scoring.scale,
             "sinks": scoring.sinks,
@@ -124,8 +149,17 @@ class DeviceRows(RowStore):
             seen = options.get("rows")
             rows = sum(self._lengths(layer)) if seen is None else sum(end - begin for begin, end in seen)
             self.kv_bytes += rows * self._row_bytes
-        out = self._appended(layer, q, options) if layer in self._waiting else None
-        return self.cache.attend(self.sequences, layer=layer, q=q, **options) if out is None else out
+        found = self._appended(layer, q, options) if layer in self._waiting else None
+        if found is None:
+            found = self.cache.attend(self.sequences, layer=layer, q=q, **options)
+        self._slide(layer)
+        return found
+
+    def _slide(self, layer: int) -> None:
+        """Give back the pages that the layer's window has left, but for what `crop` may bring back."""
+        if layer in self._windows and not self.recording:
+            for sequence in self.sequences:
+                self.cache.slide(sequence, self._windows[layer] + self._crop_rows, layer=layer)
 
     def _appended(self, layer: int, q: Tensor, options: dict[str, Any]) -> Tensor | None:
         """Rows and their attention in one program; None where the device cannot, and rows alone are in."""
@@ -174,9 +208,18 @@ class DeviceRows(RowStore):
     def read(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """See `RowStore.read`."""
         self._flush(layer)
-        parts = [self.cache.read(sequence, layer=layer) for sequence in self.sequences]
+        parts = [self._read(sequence, layer) for sequence in self.sequences]
         k, v = (torch.stack(part) for part in zip(*parts, strict=True))
         return k, None if self.shape.latent else v
+
+    def _read(self, sequence: Sequence, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a sequence, zeros where rows were released: nobody sees these."""
+        begin, end = self.cache.released(sequence, layer)
+        k, v = self.cache.read(sequence, layer=layer)
+        if begin == end:
+            return k, v
+        k, v = (torch.cat([x[:begin], x.new_zeros(end - begin, *x.shape[1:]), x[begin:]]) for x in (k, v))
+        return k, v
 
     def works_on_host(self, layer: int) -> bool:
         """Whether the layer's next attention is a prompt's, on the host."""
@@ -200,8 +243,23 @@ class DeviceRows(RowStore):
     def crop(self, rows: int) -> None:
         """See `RowStore.crop`."""
         self._flush()
+        for layer, window in self._windows.items():
+            for sequence in self.sequences:
+                _, end = self.cache.released(sequence, layer)
+                first = rows - window + 1
+                if rows > 0 and first < end:
+                    raise ArgumentError(
+                        f"crop to {rows} rows: layer {layer} has a window of {window}, so its next query "
+                        f"sees row {max(first, 0)}, and rows before {end} were given back; larger crop_rows "
+                        "keep more of them, and after activate_past_recording() all stay until a crop"
+                    )
         for sequence in self.sequences:
-            self.cache.crop(sequence, rows)
+            if rows < max(self.cache.length(sequence, layer) for layer in range(self.shape.layers)):
+                self.cache.crop(sequence, rows)
+        recording, self.recording = self.recording, False
+        for layer in self._windows:
+            self._slide(layer)
+        self.recording = recording
 
     def select(self, indices: Many[int]) -> None:
         """See `RowStore.select`."""
@@ -221,7 +279,9 @@ class DeviceRows(RowStore):
         """See `RowStore.fresh`."""
         made = type(self).__new__(type(self))
         RowStore.__init__(made, self.dtype, self.form.name if self.narrow else None)
-        made._start(self.shape, self.cache, self._prompts_on_host, self._retired)
+        made._start(
+            self.shape, self.cache, self._prompts_on_host, self._retired, self._windows, self._crop_rows
+        )
         return made
 
     def fork(self) -> Self:
@@ -229,6 +289,7 @@ class DeviceRows(RowStore):
         self._flush()
         made = self.fresh()
         made.sequences.extend(self.cache.fork(sequence) for sequence in self.sequences)
+        made.recording = self.recording
         return made
 
     @classmethod
@@ -239,6 +300,7 @@ class DeviceRows(RowStore):
             return JointRows(stores)
         joint = own[0].fresh()
         joint.ragged = True
+        joint.recording = any(store.recording for store in own)
         joint.sequences = [sequence for store in own for sequence in store.sequences]  # not its to retire
         return joint
 

@@ -64,6 +64,7 @@ class RowStore(ABC):
 
     Members
     -------
+    recording : whether rows that windows have left stay until the next `crop`.
     ragged : whether sequences may have different lengths; masks, which know one length, do not count then.
     """
 
@@ -73,6 +74,7 @@ class RowStore(ABC):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(reversed(DTYPES))}, not {dtype!r}")
         self.dtype = dtype
+        self.recording = False
         self.torch_dtype = DTYPES[dtype]
         self.form = cache_format(kv_format or dtype)
         self.narrow = self.form.k.form.bits < 16
@@ -132,7 +134,16 @@ class RowStore(ABC):
 
     @abstractmethod
     def crop(self, rows: int) -> None:
-        """Keep the first `rows` rows of every sequence and layer."""
+        """Keep the first `rows` rows of every sequence and layer.
+
+        Raises
+        ------
+        ArgumentError : when rows that the next query of a layer with a window would see are no longer there.
+        """
+
+    def record_past(self) -> None:
+        """Keep rows that windows have left from here on, each time until the next `crop`."""
+        self.recording = True
 
     @abstractmethod
     def select(self, indices: Many[int]) -> None:

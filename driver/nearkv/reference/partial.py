@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,7 @@ class Partial:
                 raise ValueError(
                     f"the {name} of a partial has shape {tuple(state.top.shape)}, must have {wanted}"
                 )
-        devices = {plane.device for plane in self._planes()}
+        devices = {plane.device for plane in self.planes()}
         if len(devices) > 1:
             raise ValueError(f"the planes of a partial lie on several devices: {sorted(map(str, devices))}")
 
@@ -102,7 +103,7 @@ class Partial:
         """The queries in which the two differ, bool [..., q_heads]; ValueError when their shapes do."""
         _check_alike(self, other)
         unequal = torch.zeros_like(self.query_nan)
-        for mine, theirs in zip(self._planes(), other._planes(), strict=True):
+        for mine, theirs in zip(self.planes(), other.planes(), strict=True):
             difference = mine != theirs
             unequal |= difference if difference.dim() == unequal.dim() else difference.any(-1)
         # Where both queries are NaN, sums and lane flags are not compared.
@@ -110,7 +111,7 @@ class Partial:
 
     def to(self, device: torch.device | str) -> Partial:
         """The same partial on another device."""
-        moved = [plane.to(device) for plane in self._planes()]
+        moved = [plane.to(device) for plane in self.planes()]
         return Partial(State(*moved[:3]), State(*moved[3:6]), moved[6], moved[7])
 
     def reshaped(self, queries: tuple[int, ...]) -> Partial:
@@ -125,7 +126,21 @@ class Partial:
         )
         return Partial(denominator, numerators, shaped(self.query_nan, 1), shaped(self.lane_flags, 2))
 
-    def _planes(self) -> tuple[Tensor, ...]:
+    def at(self, places: Sequence[int]) -> Partial:
+        """Some of a batch's queries, in this order."""
+        taken = [plane[list(places)] for plane in self.planes()]
+        return Partial(State(*taken[:3]), State(*taken[3:6]), taken[6], taken[7])
+
+    def spread(self, places: Sequence[int], batch: int) -> Partial:
+        """The same as the queries at these places of a batch, whose others have seen no rows."""
+        queries = (batch, *self.query_nan.shape[1:])
+        found = Partial.empty(queries, self.lane_flags.shape[-1], self.query_nan.device)
+        for plane, own in zip(found.planes(), self.planes(), strict=True):
+            plane[list(places)] = own
+        return found
+
+    def planes(self) -> tuple[Tensor, ...]:
+        """T, H and L of the denominator and of the numerators, `query_nan` and `lane_flags`."""
         low, high = self.denominator, self.numerators
         return low.top, low.high, low.low, high.top, high.high, high.low, self.query_nan, self.lane_flags
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,16 +12,27 @@ import numpy.typing as npt
 import torch
 
 from nearkv import host_attention
-from nearkv.arguments import Rows, finite_scale, queries_of, sinks_of, visible_of, whole_number
-from nearkv.errors import ArgumentError, ClosedError, DtypeError, ShapeError, UnknownHandleError
+from nearkv.arguments import (
+    Rows,
+    finite_scale,
+    placed,
+    positions_of,
+    queries_of,
+    sinks_of,
+    slopes_of,
+    tree_of,
+    visible_of,
+    whole_number,
+)
+from nearkv.errors import ArgumentError, ClosedError, DtypeError, UnknownHandleError
 from nearkv.formats import Blocks, Dtype, Pair, chosen_format
-from nearkv.quantise.formats import RowFormat
-from nearkv.quantise.rows import quantise
 from nearkv.reference import Partial, log_sum_exp, merge
 from nearkv.results import FORMS
 from nearkv.rows import Context
 
+from .heads import LayerHeads
 from .policy import Move, Policy, RowView
+from .rows import standing, stored_rows
 from .telemetry import TierStats, prometheus
 from .tier import Asked, Geometry, Key, Tier
 
@@ -52,7 +64,8 @@ class TieredCache:
     ----------
     tiers : from the nearest down; the last one should have no bound.
     layers, kv_heads, head_dim, value_dim, dtype, value_dtype, scale_dtype, scale_block, latent : as
-        `Device.kv_cache` has them. Formats with a scale or a codebook of each head are not there.
+        `Device.kv_cache` has them.
+    k_scale, v_scale, k_lut, v_lut : likewise, for all tiers; found from a layer's first rows where not given.
     policy : where rows should be.
     moves_per_call_bytes : rows that `append` and `attend` move at most on their way; what is above its mark
         in a tier moves at once.
@@ -92,6 +105,10 @@ class TieredCache:
         scale_dtype: Pair = None,
         scale_block: Blocks = None,
         latent: bool = False,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        k_lut: torch.Tensor | None = None,
+        v_lut: torch.Tensor | None = None,
         policy: Policy,
         moves_per_call_bytes: int = 1 << 20,
     ) -> None:
@@ -100,19 +117,17 @@ class TieredCache:
                 f"tiers {[tier.name for tier in tiers]}: must be one or more, of different names"
             )
         form = chosen_format(dtype, value_dtype, scale_dtype, scale_block, latent=latent)
-        for row in (form.k, form.v):
-            if row is not None and (row.head_scale or row.form.codebook):
-                raise ArgumentError(
-                    f"{form.name} has a scale or codebook of each head, found from first rows; tiers take "
-                    "formats without"
-                )
         value_dim = head_dim if value_dim is None else value_dim
+        whole_number("layers", layers, 1, 1 << 16)
+        whole_number("kv_heads", kv_heads, 1, 1 << 16)
+        given = {"k_scale": k_scale, "v_scale": v_scale, "k_lut": k_lut, "v_lut": v_lut}
         self.geometry = Geometry(
-            whole_number("layers", layers, 1, 1 << 16),
-            whole_number("kv_heads", kv_heads, 1, 1 << 16),
+            layers,
+            kv_heads,
             whole_number("head_dim", head_dim, 1, 1 << 10),
             whole_number("value_dim", value_dim, 1, 1 << 10),
             form,
+            LayerHeads(form, layers, kv_heads, given),
         )
         self.policy = policy
         self.saturated = 0
@@ -241,24 +256,23 @@ class TieredCache:
         self._layer(layer)
         if len({own.number for own in known}) != len(known):
             raise ArgumentError(f"{[own.number for own in known]} names a sequence twice")
-        k_codes, k_scales = self._stored("k", self.geometry.form.k, k, one, len(known))
-        v_codes, v_scales = None, None
-        if self.geometry.form.v is not None:
-            if v is None:
-                raise ArgumentError("v is missing: this cache has V rows of its own")
-            v_codes, v_scales = self._stored("v", self.geometry.form.v, v, one, len(known))
-            if v_codes.shape[1] != k_codes.shape[1]:
-                raise ShapeError(f"k has {k_codes.shape[1]} rows and v has {v_codes.shape[1]}")
-        elif v is not None:
-            raise ArgumentError("v is part of the K row in this cache; leave it out")
-        count = k_codes.shape[1]
+        stored = stored_rows(self.geometry, layer, k, v, None if one else len(known))
+        self.saturated += sum(part.saturated for part in stored.values())
+        count = stored["k"].codes.shape[1]
+        parts = (stored["k"], stored.get("v"))
+        areas = [area for part in parts for area in ((part.codes, part.scales) if part else (None, None))]
+        learnt = self.geometry.heads.learn(layer, stored) if count else []
         for index, own in enumerate(known):
             begin = own.lengths[layer]
-            areas = [None if a is None else a[index] for a in (k_codes, v_codes, k_scales, v_scales)]
-            own_k, own_v, own_k_scales, own_v_scales = areas
+            own_k, own_k_scales, own_v, own_v_scales = (None if a is None else a[index] for a in areas)
             assert own_k is not None
             rows = Context(own_k, own_v, own_k_scales, own_v_scales)
-            self._tiers[0].put((own.number, layer), rows, np.arange(begin, begin + count))
+            try:
+                self._tiers[0].put((own.number, layer), rows, np.arange(begin, begin + count))
+            except BaseException:
+                if not index:
+                    self.geometry.heads.forget(layer, learnt)
+                raise
             own.lengths[layer] = begin + count
             self._plan((own.number, layer), begin + count)
         self.migrate(self._moves_bytes)
@@ -291,6 +305,9 @@ class TieredCache:
         kept_rows: int = 0,
         rows: Rows | None = None,
         visible: torch.Tensor | None = None,
+        tree: torch.Tensor | None = None,
+        query_positions: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         out_dtype: torch.dtype = torch.float32,
         return_lse: bool = False,
@@ -311,16 +328,30 @@ class TieredCache:
             raise ArgumentError("give rows or visible, not both")
         wide = q if q.dim() == 4 else q.unsqueeze(1)
         several = q.shape[1] if q.dim() == 4 else None
-        seen = host_attention.seen(
-            lengths,
-            wide.shape[1],
-            window=None if window is None else whole_number("window", window, 1, 1 << 62),
-            kept_rows=whole_number("kept_rows", kept_rows, 0, 1 << 62),
-            rows=rows,
-            visible=visible_of(visible, len(known), several, lengths),
-        )
+        shown = visible_of(visible, len(known), several, lengths)
+        own_tree = tree_of(tree, wide.shape[1], lengths)
+        query = positions_of(query_positions, wide.shape[1], lengths)
+        if query_positions is not None and own_tree is None:
+            seen = placed(shown, wide.shape[1], window)
+        else:
+            seen = host_attention.seen(
+                lengths,
+                wide.shape[1],
+                window=None if window is None else whole_number("window", window, 1, 1 << 62),
+                kept_rows=whole_number("kept_rows", kept_rows, 0, 1 << 62),
+                rows=rows,
+                visible=shown,
+                tree=None if own_tree is None else (query, own_tree),
+            )
         asked = Asked(
-            wide, seen, finite_scale(scale, self.geometry.head_dim), softcap, sinks_of(sinks, q.shape[-2])
+            wide,
+            seen,
+            finite_scale(scale, self.geometry.head_dim),
+            softcap,
+            sinks_of(sinks, q.shape[-2]),
+            slopes_of(alibi_slopes, q.shape[-2]),
+            query,
+            standing(lengths, query, own_tree is not None),
         )
         merged = self._merged(known, layer, asked)
         self._count_mass(known, layer, wide)
@@ -328,8 +359,13 @@ class TieredCache:
         merged = merged if q.dim() == 4 else merged.reshaped((len(known),))
         if partial:
             return merged
-        out = host_attention.finish(merged, out_dtype, None)
+        out = host_attention.finish(merged, out_dtype, self.head_scales(layer)[1])
         return (out, log_sum_exp(merged)) if return_lse else out
+
+    def head_scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """K's and V's scale per head of a layer; as `KVCache.head_scales`."""
+        known = self.geometry.heads.of(self._layer(layer))
+        return known.get("k_scale"), known.get("k_scale" if self.geometry.form.v is None else "v_scale")
 
     # Moves
 
@@ -385,7 +421,7 @@ class TieredCache:
             has_rows = any(len(tier.positions((number, layer))) for number in numbers)
             if has_rows or not index:
                 sinks = asked.sinks if not index else None
-                own = Asked(asked.q, asked.seen, asked.scale, asked.softcap, sinks)
+                own = replace(asked, sinks=sinks)
                 parts.append((index, tier.partial(layer, numbers, own).to(asked.q.device)))
                 self._calls[index] += has_rows
         merged = parts[0][1]
@@ -445,29 +481,6 @@ class TieredCache:
         target.put(key, source.get(key, positions), positions)
         source.remove(key, positions)
         return len(positions) * self.geometry.row_bytes
-
-    def _stored(
-        self, name: str, form: RowFormat, rows: torch.Tensor, one: bool, batch: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows as codes [batch, rows, kv_heads, dim], with their scales."""
-        dim = self.geometry.head_dim if name == "k" else self.geometry.value_dim
-        if not isinstance(rows, torch.Tensor):
-            raise DtypeError(f"{name} must be a tensor, not {type(rows).__name__}")
-        wide = rows.unsqueeze(0) if one else rows
-        if wide.dim() != 4 or (wide.shape[0], *wide.shape[2:]) != (batch, self.geometry.kv_heads, dim):
-            lead = "" if one else f"{batch}, "
-            raise ShapeError(
-                f"{name} has shape {list(rows.shape)}, must have "
-                f"[{lead}rows, {self.geometry.kv_heads}, {dim}]"
-            )
-        plain = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(form.element)
-        if plain is not None:
-            if wide.dtype != plain:
-                raise DtypeError(f"{name} is {rows.dtype}, this cache holds {plain}")
-            return wide.detach().contiguous().view(torch.int16), None
-        quantised = quantise(wide.detach(), form)
-        self.saturated += quantised.saturated
-        return quantised.codes, quantised.scales
 
     def _known(self, sequence: TieredSequence) -> TieredSequence:
         self._check_open()

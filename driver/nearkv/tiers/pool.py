@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import reduce
 
 import numpy as np
@@ -118,7 +119,7 @@ class PoolTier(Tier):
 
         def part(index: int) -> Callable[[], Partial]:
             sinks = asked.sinks if index == 0 else None  # they count once
-            own = Asked(asked.q, asked.seen, asked.scale, asked.softcap, sinks)
+            own = replace(asked, sinks=sinks)
             return lambda: having[index].partial(layer, sequences, own)
 
         parts = [self._threads.submit(part(index)) for index in range(len(having))]

@@ -19,6 +19,8 @@ from nearkv.quantise.formats import CacheFormat
 from nearkv.reference import Partial
 from nearkv.rows import Context
 
+from .heads import LayerHeads
+
 Positions = npt.NDArray[np.int64]
 """Which rows of a sequence something is, by their number; -1 for none."""
 Key = tuple[int, int]
@@ -28,13 +30,15 @@ _FIRST_ROWS = 64
 
 @dataclass(frozen=True)
 class Geometry:
-    """What rows are: layers, KV heads, elements of a K and of a V row, and how they are stored."""
+    """What rows are: layers, KV heads, elements of a K and of a V row, how they are stored, and what the rows
+    of a head have in common."""
 
     layers: int
     kv_heads: int
     head_dim: int
     value_dim: int
     form: CacheFormat
+    heads: LayerHeads
 
     @property
     def areas(self) -> list[tuple[int, torch.dtype] | None]:
@@ -70,6 +74,8 @@ class Asked:
     seen : who sees which row of each sequence, bool [batch, query_rows, rows].
     scale, softcap : of scores.
     sinks : float32 [q_heads] for the one tier that counts them, else None.
+    slopes : float32 [q_heads] of ALiBi, or None.
+    query, held : where query rows and rows stand, int64 [batch, query_rows] and [batch, rows]; for slopes.
     """
 
     q: torch.Tensor
@@ -77,6 +83,9 @@ class Asked:
     scale: float
     softcap: float | None
     sinks: torch.Tensor | None
+    slopes: torch.Tensor | None = None
+    query: Positions | None = None
+    held: Positions | None = None
 
 
 class Tier(ABC):
@@ -247,21 +256,36 @@ class TensorTier(Tier):
         for index, positions in enumerate(own):
             seen[index, :, : len(positions)] = asked.seen[index][:, positions]
         rows = self._stacked(layer, sequences, longest)
-        form = self.geometry.form
-        result, _ = HostRows(form, None, None, None, None).attend(
+        tables = self.geometry.heads.of(layer, for_no_rows=True)
+        names = ("k_scale", "v_scale", "k_lut", "v_lut")
+        result, _ = HostRows(self.geometry.form, *(tables.get(name) for name in names)).attend(
             asked.q.to(self.device),
             rows,
             torch.from_numpy(seen),
             scale=asked.scale,
             sinks=None if asked.sinks is None else asked.sinks.to(self.device),
             softcap=asked.softcap,
-            alibi_slopes=None,
+            alibi_slopes=asked.slopes,
             select_pages=None,
             page_rows=0,
             lengths=np.zeros(len(sequences), np.int64),
             value_dim=self.geometry.value_dim,
+            **self._standing(own, longest, asked),
         )
         return result
+
+    def _standing(self, own: list[Positions], longest: int, asked: Asked) -> dict[str, torch.Tensor]:
+        """Where query rows and the rows that are here stand, for slopes."""
+        if asked.slopes is None or asked.query is None or asked.held is None:
+            return {}
+        held = np.zeros((len(own), longest), np.int64)
+        for index, positions in enumerate(own):
+            held[index, : len(positions)] = asked.held[index][positions]
+        shift = max(0, -int(asked.query.min(initial=0)))  # query rows before the first row
+        return {
+            "query_positions": torch.from_numpy(asked.query + shift).to(self.device),
+            "row_positions": torch.from_numpy(held + shift).to(self.device),
+        }
 
     def scores(self, key: Key, q: torch.Tensor) -> npt.NDArray[np.float64] | None:
         """See `Tier.scores`: the largest q·k of any query head, of plain numbers alone."""
