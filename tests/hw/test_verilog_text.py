@@ -51,3 +51,36 @@ def test_names_of_one_module_are_not_those_of_another():
     joined = "assign \\$1  = { x[3:0], x[3:0] };"
     other = module(*parts, declared="  wire [8:0] \\$1 ;\n")
     assert tidy(module(*parts) + other) == module(joined.replace("{ x[3:0], x[3:0] }", "{2{x[3:0]}}")) + other
+
+
+def memory(*words):
+    return module("initial begin", *(f"  {word}" for word in words), "end")
+
+
+def test_memories_are_filled_by_loops():
+    words = [f"\\m.n [{n}] = 4'h{n // 10 + 1};" for n in range(22)]
+    looped = module(
+        "initial begin : fill_0",
+        "  integer n;",
+        "  for (n = 0; n <= 9; n = n + 1) \\m.n [n] = 4'h1;",
+        "  for (n = 10; n <= 19; n = n + 1) \\m.n [n] = 4'h2;",
+        "  \\m.n [20] = 4'h3;",
+        "  \\m.n [21] = 4'h3;",
+        "end",
+    )
+    assert tidy(memory(*words)) == looped
+    assert tidy(memory(*words) + memory(*words)) == looped + looped
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"m[{n}] = 4'h0;" for n in range(7)],
+        [f"m[{2 * n}] = 4'h0;" for n in range(20)],
+        [f"m[{n}] = 4'h{n % 2};" for n in range(20)],
+        [f"m{n}[{n}] = 4'h0;" for n in range(20)],
+        [f"m[{n}] = x[{n}];" for n in range(20)],
+    ],
+)
+def test_words_that_no_loop_can_stand_for_stay(words):
+    assert tidy(memory(*words)) == memory(*words)
