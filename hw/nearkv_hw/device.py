@@ -22,7 +22,7 @@ from .command.completer import Completer
 from .command.walker import Walker
 from .command.window import CommandWindow
 from .common.trees import reduce_tree
-from .endpoint.endpoint import Endpoint
+from .endpoint.endpoint import Endpoint, decoder_registers
 from .endpoint.messages import DRS, NDR, REQ, RWD
 from .link.link import Link
 from .memory.audit import Reports
@@ -51,6 +51,8 @@ class Device(wiring.Component):
     m2s_rwd : In(stream) x ports : M2S RwD messages (writes): header, byte enables, data; 663 bits.
     s2m_ndr : Out(stream) x ports : S2M NDR messages (completions), 30 bits.
     s2m_drs : Out(stream) x ports : S2M DRS messages: header, data; 552 bits.
+    decoder_write, decoder_read_word, decoder_read_data : with `config.hdm_decoders`, as of `Endpoint`: what
+        CXL.io reaches of the component registers.
 
     With `config.link_layer` the streams are those of a host's link layer, which is part of this design then,
     and flits are on the wire between it and the device's.
@@ -72,6 +74,7 @@ class Device(wiring.Component):
                 "m2s_rwd": In(stream.Signature(RWD)).array(count),
                 "s2m_ndr": Out(stream.Signature(NDR)).array(count),
                 "s2m_drs": Out(stream.Signature(DRS)).array(count),
+                **decoder_registers(config),
             }
         )
 
@@ -83,6 +86,12 @@ class Device(wiring.Component):
         m.submodules.walker = walker = Walker(config=config)
         m.submodules.completer = completer = Completer(ring_slots=config.ring_slots)
         self._link(m, endpoint)
+        if config.hdm_decoders:
+            wiring.connect(m, wiring.flipped(self.decoder_write), endpoint.decoder_write)
+            m.d.comb += [
+                endpoint.decoder_read_word.eq(self.decoder_read_word),
+                self.decoder_read_data.eq(endpoint.decoder_read_data),
+            ]
         masters = [*endpoint.memory, walker.fabric]
         units = [self._unit(m, n, walker) for n in range(config.units)]
         if units:

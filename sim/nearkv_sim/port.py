@@ -140,3 +140,23 @@ class Port(Protocol):
 
     def close(self) -> None:
         """End the device; its memory is lost. A second call does nothing."""
+
+
+class SimulatedPort(Port, Protocol):
+    """A device at its RTL, whose HDM decoders have registers beside the link."""
+
+    def write_decoder(self, word: int, value: int) -> None:
+        """Write a 32-bit register of the HDM decoders.
+
+        Parameters
+        ----------
+        word : its offset / 4 in the capability, or `abi.hdm.RESET_WORD` or one from `RANGE_WORD` on.
+        value : what to write.
+
+        Raises
+        ------
+        RuntimeError : the device has no decoders, or is closed.
+        """
+
+    def read_decoder(self, word: int) -> int:
+        """A register of the capability, once no commit is under way; RuntimeError as `write_decoder`."""

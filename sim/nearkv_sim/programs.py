@@ -36,6 +36,8 @@ def check_shaking(*, idle: float, backpressure: float) -> None:
             raise ValueError(f"{name} is a probability from 0 to 0.99, not {value!r}")
 
 
+NO_DECODERS = "the device has no HDM decoders between link and memory; open it with hdm_decoders=4"
+"""Of one whose registers nobody can write."""
 STORED_BITS = LINE_BITS + LINE_BYTES
 """Bits of a line in the DRAM: its data, and eight check bits for each word of 64."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Collection, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from .events import ALL, CAPACITY, EVENT, EventKind, Recording
 from .host_abi import Kind, NativeOperation, Status
 from .injections import Injections
 from .port import DeviceTimeout, Fence, Operation, Poll, Program, Read, ReadResult, Write
-from .programs import check_shaking, checked
+from .programs import NO_DECODERS, check_shaking, checked
 from .verilate import Report
 
 _SLICE_CYCLES = 20_000
@@ -117,6 +117,20 @@ class RtlPort:
         """Invert bits of a line in the DRAM; see `Port.inject`."""
         with self._lock:
             inject(self._library, self._library.nearkv_events(self._open_host()), self.config, address, bits)
+
+    def write_decoder(self, word: int, value: int) -> None:
+        """Write a register of the HDM decoders; see `SimulatedPort.write_decoder`."""
+        with self._lock:
+            if self._library.nearkv_write_register(self._open_host(), word, value) != 0:
+                raise RuntimeError(NO_DECODERS)
+
+    def read_decoder(self, word: int) -> int:
+        """A register of the HDM decoders; see `SimulatedPort.read_decoder`."""
+        value = c_uint32()
+        with self._lock:
+            if self._library.nearkv_read_register(self._open_host(), word, byref(value)) != 0:
+                raise RuntimeError(NO_DECODERS)
+        return value.value
 
     def start_wave(self, path: Path) -> None:
         """Record an FST from here on; RuntimeError where the device was built without traces."""
@@ -222,6 +236,8 @@ def _load(path: Path) -> ctypes.CDLL:
         ("nearkv_cycles", c_uint64, c_void_p),
         ("nearkv_link_bytes", c_uint64, c_void_p),
         ("nearkv_start_wave", c_int, c_void_p, c_char_p),
+        ("nearkv_write_register", c_int, c_void_p, c_uint32, c_uint32),
+        ("nearkv_read_register", c_int, c_void_p, c_uint32, POINTER(c_uint32)),
         ("nearkv_close", None, c_void_p),
         ("nearkv_events", c_void_p, c_void_p),
         ("nearkv_events_start", None, c_void_p, c_uint64, c_uint32),

@@ -6,6 +6,8 @@ from amaranth.lib.wiring import In, Out
 from nearkv_hw.abi.cxl import M2SReqOp, M2SRwDOp, S2MDrsOp
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.common.queue import Queue
+from nearkv_hw.endpoint.endpoint import decoder_registers
+from nearkv_hw.endpoint.hdm.address_map import AddressMap
 from nearkv_hw.endpoint.messages import DRS, NDR, REQ, RWD
 from nearkv_hw.memory.store import Store
 
@@ -18,24 +20,34 @@ class ToyDevice(wiring.Component):
     capacity_bytes : memory; a power of two.
     flip_tags : answer every read with a wrong tag.
     ports : ports of the endpoint, which use the one memory in turn, a cycle each.
+    decoders : a configuration whose HDM decoders it has the registers of; they translate nothing.
     """
 
-    def __init__(self, *, capacity_bytes=1 << 30, flip_tags=False, ports=1):
+    def __init__(self, *, capacity_bytes=1 << 30, flip_tags=False, ports=1, decoders=None):
         self.lines = capacity_bytes // LINE_BYTES
         self.flip_tags = flip_tags
         self.ports = ports
+        self.decoders = decoders
         super().__init__(
             {
                 "m2s_req": In(stream.Signature(REQ)).array(ports),
                 "m2s_rwd": In(stream.Signature(RWD)).array(ports),
                 "s2m_ndr": Out(stream.Signature(NDR)).array(ports),
                 "s2m_drs": Out(stream.Signature(DRS)).array(ports),
+                **(decoder_registers(decoders) if decoders else {}),
             }
         )
 
     def elaborate(self, platform):
         m = Module()
         m.submodules.store = store = Store(channel=0)
+        if self.decoders:
+            m.submodules.map = addresses = AddressMap(config=self.decoders, lookups=1)
+            wiring.connect(m, wiring.flipped(self.decoder_write), addresses.write)
+            m.d.comb += [
+                addresses.read_word.eq(self.decoder_read_word),
+                self.decoder_read_data.eq(addresses.read_data),
+            ]
         now, turn = Signal(64), Signal(range(self.ports + 1))
         m.d.sync += [now.eq(now + 1), turn.eq(Mux(turn == self.ports - 1, 0, turn + 1))]
         for port in range(self.ports):

@@ -130,6 +130,8 @@ class DeviceConfig:
     link : the CXL link.
     link_layer : whether messages travel in flits. `FLITS_68` needs a link at 32 GT/s that carries at most a
         flit per device cycle, `FLITS_256` one that carries at most a quarter of a flit.
+    hdm_decoders : HDM decoders between link and everything behind: 0 for none, or one of
+        `abi.hdm.COUNT_CODES`; the memory has at least 256 MiB then.
     clock_mhz : device clock, from which cycles become time; with DRAM the part's.
 
     Raises
@@ -154,6 +156,7 @@ class DeviceConfig:
     ranks: int = 1
     link: Link = Link.X8_64
     link_layer: LinkLayer = LinkLayer.OFF
+    hdm_decoders: int = 0
     clock_mhz: int = FIXED_CLOCK_MHZ
 
     def __post_init__(self) -> None:
@@ -195,6 +198,7 @@ class DeviceConfig:
         check("clock_mhz", 1 <= self.clock_mhz <= 10_000, "must be 1 to 10,000")
         check("fabric_share", 1 <= self.fabric_share <= 15, "must be 1 to 15 sixteenths")
         self._check_link(check)
+        self._check_decoders(check)
         near = self.placement is Placement.RANK
         check(
             "ranks",
@@ -228,6 +232,21 @@ class DeviceConfig:
                 "must be off where the link carries more than a quarter of a flit per device cycle; "
                 "link=x8_32 carries less at every clock from 493 MHz on, x8_64 from 1,000 MHz on",
             )
+
+    def _check_decoders(self, check: Callable[[str, bool, str], None]) -> None:
+        """What can be decoded."""
+        from .hdm import COUNT_CODES, UNIT_SHIFT
+
+        check(
+            "hdm_decoders",
+            self.hdm_decoders in (0, *COUNT_CODES),
+            f"must be 0 or one of {', '.join(map(str, COUNT_CODES))}",
+        )
+        check(
+            "capacity_bytes",
+            not self.hdm_decoders or self.capacity_bytes >> UNIT_SHIFT > 0,
+            f"must be at least {1 << UNIT_SHIFT}, what decoders count in, with hdm_decoders",
+        )
 
     def _check_part(self, check: Callable[[str, bool, str], None]) -> None:
         """What the DRAM part lays down."""
@@ -292,6 +311,11 @@ class DeviceConfig:
     def aperture_bytes(self) -> int:
         """Host address range of one aperture: the lower half is memory, the upper half holds the window."""
         return 2 * self.capacity_bytes
+
+    @property
+    def address_bytes(self) -> int:
+        """Addresses of the device as messages name them: those of all apertures, one behind the other."""
+        return self.apertures * self.aperture_bytes
 
     def slice_of(self, address: int) -> int:
         """The slice that holds a device address."""

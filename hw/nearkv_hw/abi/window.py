@@ -30,6 +30,8 @@ RING_LINE = 3
 """Register line of `RING`."""
 EXTENT_COUNTERS_LINE = 4
 """Register line of `EXTENT_COUNTERS`."""
+OPTIONS_LINE = 5
+"""Register line of `OPTIONS`."""
 CHANNEL_COUNTERS_LINE = 16
 """Register line of slice 0's `CHANNEL_COUNTERS`; slice s is s lines further."""
 MEMORY_COUNTERS_LINE = 32
@@ -64,6 +66,14 @@ IDENTITY = Layout(
     Field("features", 32, "`Feature` flags: what the device has beyond plain jobs"),
     Field("link_layer", 8, "`LinkLayer`"),
 )
+
+OPTIONS = Layout(
+    "options",
+    LINE_BITS,
+    Field("hdm_decoders", 8, "HDM decoders between link and memory"),
+)
+"""What a device has that most have not: zero in one without. Beside `IDENTITY`, so that a device without has
+nothing of it."""
 
 DEVICE_COUNTERS = Layout(
     "device counters",
@@ -151,6 +161,11 @@ QUEUE_COUNTERS = Layout(
 """Of the same controllers."""
 
 DOORBELL = Layout("doorbell", LINE_BITS, Field("tail", 32, "descriptors posted since reset, modulo 2^32"))
+
+
+def options_of(config: DeviceConfig) -> dict[str, int]:
+    """The fields of a device's `OPTIONS`."""
+    return {"hdm_decoders": config.hdm_decoders}
 
 
 def window_base(config: DeviceConfig, aperture: int) -> int:

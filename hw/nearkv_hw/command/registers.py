@@ -22,10 +22,13 @@ from ..abi.window import (
     MAGIC,
     MEMORY_COUNTERS,
     MEMORY_COUNTERS_LINE,
+    OPTIONS,
+    OPTIONS_LINE,
     QUEUE_COUNTERS,
     QUEUE_COUNTERS_LINE,
     RING,
     RING_LINE,
+    options_of,
 )
 from ..features import FEATURES
 from ..interfaces import EXTENTS_BITS, TENANT_BITS
@@ -107,6 +110,9 @@ class Registers(wiring.Component):
                     m.d.sync += held.eq(self.link)
                 with m.Case(EXTENT_COUNTERS_LINE):
                     m.d.sync += held.eq(extents)
+                if options := OPTIONS.pack(options_of(self.config)):
+                    with m.Case(OPTIONS_LINE):
+                        m.d.sync += held.eq(options)
                 with m.Case(RING_LINE):
                     m.d.sync += held.eq(ring)
                 for first, slices in (

@@ -18,7 +18,7 @@ from typing import Any
 
 import cocotb
 import numpy as np
-from cocotb.triggers import Event, SimTimeoutError, with_timeout
+from cocotb.triggers import Event, RisingEdge, SimTimeoutError, with_timeout
 from nearkv_hw.abi import configure
 from nearkv_hw.abi.bits import Layout
 from nearkv_hw.abi.cxl import (
@@ -37,7 +37,7 @@ from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 
 from .. import wire
 from ..dram import inject
-from ..messages import DRS_DATA, RWD_DATA, RWD_ENABLE
+from ..messages import DRS_DATA, REGISTER_WORD_BITS, RWD_DATA, RWD_ENABLE
 from ..port import Access, DeviceTimeout, Fence, Operation, Poll, Read, ReadResult, Write
 from .streams import PERIOD_NS, StreamSink, StreamSource, cycle, cycles, random, start
 
@@ -239,6 +239,46 @@ class Host:
         self._answered.set()
 
 
+class Registers:
+    """The register port of a device's HDM decoders, if it has one.
+
+    Parameters
+    ----------
+    dut : the device under test.
+    """
+
+    def __init__(self, dut: Any):
+        self._edge = RisingEdge(dut.clk)
+        self._port: dict[str, Any] = {}
+        if hasattr(dut, "decoder_write_valid"):
+            names = ("write_payload", "write_valid", "write_ready", "read_word", "read_data")
+            self._port = {name: getattr(dut, f"decoder_{name}") for name in names}
+            self._port["write_valid"].value = 0
+
+    async def access(self, *, word: int, value: int | None) -> int | None:
+        """Write a register, or read it where there is no value; what it holds. None without such a port."""
+        port = self._port
+        if not port:
+            return None
+        if value is not None:
+            port["write_payload"].value = word | value << REGISTER_WORD_BITS
+            port["write_valid"].value = 1
+            await self._ready()
+            port["write_valid"].value = 0
+            return value
+        await self._ready()
+        port["read_word"].value = word
+        for _ in range(2):
+            await self._edge
+        return int(port["read_data"].value)
+
+    async def _ready(self) -> None:
+        """Until a cycle in which a write is taken: no commit is checked."""
+        await self._edge
+        while not self._port["write_ready"].value:
+            await self._edge
+
+
 def _header(stream: str, layout: Layout, message: int) -> dict[str, int]:
     header = layout.unpack(message)
     assert header["valid"], f"{stream}: a message whose valid bit is clear (cycle {cycle()})"
@@ -255,6 +295,7 @@ async def serve(dut: Any) -> None:
         idle=float(os.environ["NEARKV_IDLE"]),
         backpressure=float(os.environ["NEARKV_BACKPRESSURE"]),
     )
+    registers = Registers(dut)
     config = configure(**json.loads(os.environ["NEARKV_CONFIG"]))
     with socket.socket(fileno=int(os.environ["NEARKV_SOCKET"])) as connection:
         while True:
@@ -264,6 +305,10 @@ async def serve(dut: Any) -> None:
                 return
             reply: dict[str, Any] = {}
             results: list[ReadResult] = []
+            if "register" in head:
+                reply["value"] = await registers.access(**head["register"])
+                wire.send(connection, reply)
+                continue
             if "inject" in head:
                 inject(ctypes.CDLL(None), None, config, **head["inject"])
                 wire.send(connection, reply)

@@ -32,7 +32,7 @@ from .registers import RegisterFile
 from .security import Security
 
 HDM_DECODERS = 4
-"""HDM decoders of the device."""
+"""HDM decoders of a device that has none between its link and its memory: registers alone."""
 SERIAL_NUMBER = 0x6E65_61726B76_0001
 _SPEEDS = {32 * 10**9: 5, 64 * 10**9: 6}
 
@@ -49,7 +49,8 @@ class CxlDevice:
 
     Members
     -------
-    hdm : its HDM decoders.
+    hdm : its HDM decoders: those between its link and its memory, where it has them. They decode all its
+        addresses, windows and apertures (`nearkv_hw.abi.window`), else its memory.
     mailbox : its mailbox.
     dynamic : its dynamic capacity, which a fabric manager offers.
     interrupts : the message signalled interrupts that it has sent, in order.
@@ -82,7 +83,7 @@ class CxlDevice:
         self._space = RegisterFile(pci.CONFIG_SPACE)
         self._identify_link(config.link, config.link_layer)
         static_bytes = config.capacity_bytes - dynamic_bytes
-        self.hdm = HdmDecoders(HDM_DECODERS, config.capacity_bytes)
+        self.hdm = maintenance.decoders or HdmDecoders(HDM_DECODERS, config.capacity_bytes)
         timestamp = Timestamp(clock)
         self._events = Events(timestamp, self._interrupt)
         self._background = Background(clock, self._background_ended)
@@ -191,7 +192,7 @@ class CxlDevice:
         self._ras.set(register, status=self._ras.field(register, "status") | error)
 
     def _set_up(self) -> None:
-        units = self.config.capacity_bytes
+        units = self.hdm.capacity_bytes
         self._space["serial.low"] = SERIAL_NUMBER & 0xFFFFFFFF
         self._space["serial.high"] = SERIAL_NUMBER >> 32
         self._space["cxl.range1_size_high"] = units >> 32
@@ -214,7 +215,7 @@ class CxlDevice:
         """What the DVSEC lets through until the HDM decoders are enabled."""
         base = self._space["cxl.range1_base_high"] << 32 | self._space["cxl.range1_base_low"]
         enabled = self._space.field("cxl.control", "mem_enable")
-        self.hdm.dvsec = [(base, self.config.capacity_bytes)] if enabled else []
+        self.hdm.dvsec = [(base, self.hdm.capacity_bytes)] if enabled else []
 
     def _interrupt(self, message: int) -> None:
         if self._space.field("msi.control", "enable"):

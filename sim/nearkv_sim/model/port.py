@@ -14,6 +14,8 @@ from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.owner import OWNER_BYTES, OWNER_OFFSET
 from nearkv_hw.abi.window import WINDOW_BYTES
 
+from ..cxl_io.hdm import HdmDecoders
+from ..decoders import decoders_of, every_address
 from ..events import ALL, CAPACITY, EventKind
 from ..port import Access, Addresses, DeviceTimeout, Fence, Lines, Poll, Program, Read, ReadResult, Write
 from ..programs import check_injection, checked
@@ -76,7 +78,11 @@ class ModelPort:
         self._engine: Engine | None = None
         self._restart()
         self.maintenance = ModelMaintenance(
-            config.dram, lambda: self._open_engine().memory, self._counters, self._restart
+            config.dram,
+            lambda: self._open_engine().memory,
+            self._counters,
+            self._restart,
+            decoders_of(config, HdmDecoders),
         )
 
     def run(self, program: Program) -> list[ReadResult]:
@@ -122,8 +128,12 @@ class ModelPort:
         raise RuntimeError("nothing is recorded: the model has no cycle in which something happens")
 
     def reset(self) -> None:
-        """Start anew, as a device does: memory, owners, rings and counters are as on the first day."""
+        """Start anew, as a device does: memory, owners, rings, counters and decoders are as on the first
+        day."""
         self._counters.clear()
+        if (decoders := self.maintenance.decoders) is not None:
+            decoders.reset()
+            decoders.dvsec = every_address(self.config)
         self._restart()
 
     def close(self) -> None:
@@ -146,7 +156,7 @@ class ModelPort:
 
     def _write(self, engine: Engine, write: Write) -> None:
         data, enables = write.data, write.enables
-        areas = _areas(write.addresses, self.config)
+        areas = self._areas(write.addresses)
         self._count_link("writes", len(data), areas)
         for area in areas:
             some = None if enables is None else enables[area.which]
@@ -174,7 +184,7 @@ class ModelPort:
                 engine.serve(window)
 
     def _read(self, memory: Memory, addresses: Addresses) -> ReadResult:
-        areas = _areas(addresses, self.config)
+        areas = self._areas(addresses)
         self._count_link("reads", len(addresses), areas)
         if len(areas) == 1 and len(areas[0].offsets) == len(addresses):
             return ReadResult(*self._read_area(memory, areas[0]))
@@ -214,6 +224,11 @@ class ModelPort:
             f"the line at {poll.address:#x} holds {seen:#x}, and masked with {poll.mask:#x} never equals "
             f"{poll.value:#x}: nothing is under way that could change it"
         )
+
+    def _areas(self, addresses: Addresses) -> list[_Area]:
+        """Where host addresses lead, as the decoders have it."""
+        decoders = self.maintenance.decoders
+        return _areas(addresses if decoders is None else decoders.translate_all(addresses), self.config)
 
     def _count_link(self, kind: str, count: int, areas: list[_Area]) -> None:
         device = self._counters.device

@@ -41,6 +41,7 @@ Host::Host(const Disturbance& disturbance)
                                              events_.source("link.s2m_ndr" + number),
                                              events_.source("link.s2m_drs" + number)});
     }
+    registers_ = register_port(*top_);
     for (int i = 0; i < 2 * kResetCycles; i++) {  // as many after reset: it passes a register on its way in
         top_->rst = i < kResetCycles;
         evaluate(false);
@@ -98,6 +99,28 @@ bool Host::start_wave([[maybe_unused]] const char* path) {
 #else
     return false;
 #endif
+}
+
+bool Host::write_register(std::uint32_t word, std::uint32_t value) {
+    if (!registers_) return false;
+    *registers_->write_payload = word | std::uint64_t{value} << kRegisterWordBits;
+    *registers_->write_valid = 1;
+    bool taken = false;
+    while (!taken) {
+        taken = *registers_->write_ready;  // from a register
+        cycle();
+    }
+    *registers_->write_valid = 0;
+    return true;
+}
+
+bool Host::read_register(std::uint32_t word, std::uint32_t* value) {
+    if (!registers_) return false;
+    while (!*registers_->write_ready) cycle();  // a commit is checked
+    *registers_->read_word = static_cast<std::uint16_t>(word);
+    cycle();
+    *value = *registers_->read_data;
+    return true;
 }
 
 // Moves on to what lies between the next two fences; false when the program is over.
@@ -367,6 +390,14 @@ nearkv::Events* nearkv_events(nearkv::Host* host) { return &host->events(); }
 
 int nearkv_start_wave(nearkv::Host* host, const char* path) {
     return host->start_wave(path) ? 0 : -1;
+}
+
+int nearkv_write_register(nearkv::Host* host, std::uint32_t word, std::uint32_t value) {
+    return host->write_register(word, value) ? 0 : -1;
+}
+
+int nearkv_read_register(nearkv::Host* host, std::uint32_t word, std::uint32_t* value) {
+    return host->read_register(word, value) ? 0 : -1;
 }
 
 void nearkv_close(nearkv::Host* host) { delete host; }

@@ -10,7 +10,20 @@ from collections import Counter
 
 import cocotb
 import pytest
-from host_model import ALL, Host, answer, kind, place, req, rwd, seen, unsupported, valid
+from host_model import (
+    ALL,
+    Host,
+    Responder,
+    answer,
+    kind,
+    place,
+    req,
+    request_of,
+    rwd,
+    seen,
+    unsupported,
+    valid,
+)
 from nearkv_hw.abi import configure, cxl
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.owner import OWNER_BYTES
@@ -78,33 +91,6 @@ class Link:
             self.counted.update(name for name in EVENTS if value(getattr(dut, name)))
 
 
-class Responder:
-    """Memory or window: answers with faults and data of all kinds, in any order."""
-
-    def __init__(self, dut, name, rng, idle=0.0, backpressure=0.0):
-        self.source = StreamSource(dut, f"{name}_response", shape=FabricResponse, idle=idle)
-        self.sink = StreamSink(dut, f"{name}_request", shape=FabricRequest, backpressure=backpressure)
-        self.requests, self.answers = [], []
-        self.holding = False
-        self._rng = rng
-        self._dut = dut
-        cocotb.start_soon(self._run())
-
-    async def _run(self):
-        waiting = []
-        while True:
-            await cycles(self._dut, 1)
-            for request in await self.sink.receive(len(self.sink)):
-                self.requests.append(request)
-                read = not request["write"]
-                fault = self._rng.choice([0, 0, 0, 1, 2, 3]) if read else self._rng.choice([0, 0, 1, 3])
-                data = self._rng.getrandbits(512) if fault in (0, 2) and read else 0
-                self.answers.append((fault, data))
-                waiting.append({"id": request["id"], "write": request["write"], "fault": fault, "data": data})
-            if waiting and not self.holding and self._rng.random() < 0.5:
-                self.source.send([waiting.pop(self._rng.randrange(len(waiting)))])
-
-
 def random_line(rng):
     """A line address: in each aperture's memory and window and at their edges, and outside."""
     base = rng.randrange(APERTURES) * 2 * CAPACITY_LINES
@@ -155,21 +141,6 @@ def random_messages(rng, count):
         for _ in range(count)
     ]
     return reqs, rwds
-
-
-def request_of(message, tenant, line):
-    """The access that a message becomes; fields without meaning left out."""
-    header = message.get("header", message)
-    request = {
-        "line": line,
-        "tenant": tenant,
-        "id": header["tag"] | header["ld_id"] << 16,
-        "write": int("header" in message),
-    }
-    if "header" in message:
-        enable = message["enable"] if header["opcode"] == cxl.M2SRwDOp.MEM_WR_PTL else ALL
-        request |= {"poison": header["poison"], "enable": enable, "data": message["data"]}
-    return request
 
 
 @cocotb.test()
