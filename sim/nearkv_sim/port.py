@@ -40,20 +40,25 @@ class Write:
     """Write lines; with `enables` (uint64 [n], one bit per byte) only the enabled bytes (MemWrPtl).
 
     With `poison` the host says that the data is bad: memory keeps it so, and reads of it are poisoned.
-    Writes and reads between two fences may be carried out in any order.
+    `ld_ids` (uint8 [n]) are the LD-IDs of the lines' messages, by default those of the logical devices whose
+    apertures are addressed, as a switch would have them. Writes and reads between two fences may be carried
+    out in any order.
     """
 
     addresses: Addresses
     data: Lines
     enables: npt.NDArray[np.uint64] | None = None
     poison: bool = False
+    ld_ids: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True)
 class Read:
-    """Read lines; the program's result has a `ReadResult` for each of these, in order."""
+    """Read lines; the program's result has a `ReadResult` for each of these, in order. `ld_ids` as of
+    `Write`."""
 
     addresses: Addresses
+    ld_ids: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from .events import ALL, CAPACITY, EVENT, EventKind, Recording
 from .host_abi import Kind, NativeOperation, Status
 from .injections import Injections
 from .port import DeviceTimeout, Fence, Operation, Poll, Program, Read, ReadResult, Write
-from .programs import NO_DECODERS, check_shaking, checked
+from .programs import NO_DECODERS, check_shaking, checked, ld_id_of, with_ld_ids
 from .verilate import Report
 
 _SLICE_CYCLES = 20_000
@@ -89,8 +89,11 @@ class RtlPort:
         RuntimeError : the device is closed, or broke the protocol.
         """
         results: list[ReadResult] = []
-        ready = checked(program)  # its arrays must live until the program has ended
-        operations = (NativeOperation * len(ready))(*(_native(operation, results) for operation in ready))
+        # its arrays must live until the program has ended
+        ready = [with_ld_ids(self.config, operation) for operation in checked(program)]
+        operations = (NativeOperation * len(ready))(
+            *(_native(self.config, operation, results) for operation in ready)
+        )
         with self._lock:
             host = self._open_host()
             self._library.nearkv_start(host, operations, len(ready))
@@ -193,10 +196,10 @@ class RtlPort:
             self.close()
 
 
-def _native(operation: Operation, results: list[ReadResult]) -> NativeOperation:
+def _native(config: DeviceConfig, operation: Operation, results: list[ReadResult]) -> NativeOperation:
     """The operation for C++; room for what it reads is added to `results`."""
     match operation:
-        case Write(addresses, data, enables, poison):
+        case Write(addresses, data, enables, poison, ld_ids):
             return NativeOperation(
                 kind=Kind.WRITE,
                 poison=poison,
@@ -204,8 +207,9 @@ def _native(operation: Operation, results: list[ReadResult]) -> NativeOperation:
                 addresses=addresses.ctypes.data,
                 data=data.ctypes.data,
                 enables=None if enables is None else enables.ctypes.data,
+                ld_ids=None if ld_ids is None else ld_ids.ctypes.data,
             )
-        case Read(addresses):
+        case Read(addresses, ld_ids):
             result = ReadResult(
                 np.zeros((len(addresses), LINE_BYTES), np.uint8), np.zeros(len(addresses), np.uint8)
             )
@@ -215,11 +219,17 @@ def _native(operation: Operation, results: list[ReadResult]) -> NativeOperation:
                 count=len(addresses),
                 addresses=addresses.ctypes.data,
                 data=result.data.ctypes.data,
+                ld_ids=None if ld_ids is None else ld_ids.ctypes.data,
                 access=result.access.ctypes.data,
             )
         case Poll(address, mask, value, timeout_cycles):
             return NativeOperation(
-                kind=Kind.POLL, address=address, mask=mask, value=value, timeout_cycles=timeout_cycles
+                kind=Kind.POLL,
+                address=address,
+                mask=mask,
+                value=value,
+                timeout_cycles=timeout_cycles,
+                ld_id=ld_id_of(config, address),
             )
         case Fence():
             return NativeOperation(kind=Kind.FENCE)

@@ -2,7 +2,9 @@
 
 Host address = aperture * `DeviceConfig.aperture_bytes` + offset. Offsets below `capacity_bytes` are device
 memory (the device address is the offset); the command window starts at offset `capacity_bytes`. Everything
-else is outside.
+else is outside. With several logical devices an aperture is that of the LD-ID aperture //
+`DeviceConfig.logical_apertures`, and has that part of the memory which the LD-ID counts; any other message is
+outside.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ OPTIONS = Layout(
     "options",
     LINE_BITS,
     Field("hdm_decoders", 8, "HDM decoders between link and memory"),
+    Field("logical_devices", 8, "logical devices beyond the first"),
 )
 """What a device has that most have not: zero in one without. Beside `IDENTITY`, so that a device without has
 nothing of it."""
@@ -165,7 +168,7 @@ DOORBELL = Layout("doorbell", LINE_BITS, Field("tail", 32, "descriptors posted s
 
 def options_of(config: DeviceConfig) -> dict[str, int]:
     """The fields of a device's `OPTIONS`."""
-    return {"hdm_decoders": config.hdm_decoders}
+    return {"hdm_decoders": config.hdm_decoders, "logical_devices": config.logical_devices - 1}
 
 
 def window_base(config: DeviceConfig, aperture: int) -> int:

@@ -22,7 +22,7 @@ from ..cache import cache_folder
 from ..events import ALL, CAPACITY, EventKind
 from ..injections import Injections
 from ..port import DeviceTimeout, Program, ReadResult
-from ..programs import NO_DECODERS, check_injection, check_shaking, checked
+from ..programs import NO_DECODERS, check_injection, check_shaking, checked, with_ld_ids
 from ..toolchain import need_trace_headers
 from ..verilate import Report
 from .runner import build_program, simulator_environment
@@ -112,7 +112,7 @@ class CocotbPort:
         ValueError : an address misaligned or beyond 52 bits, or arrays that do not fit each other.
         RuntimeError : the device is closed, broke the protocol, or its simulator ended; with the log's end.
         """
-        ready = checked(program)
+        ready = [with_ld_ids(self.config, operation) for operation in checked(program)]
         entries, arrays = wire.pack_program(ready)
         reply, results = self._ask({"program": entries}, arrays)
         self._link_bytes, self._cycles = reply["link_bytes"], reply["cycles"]

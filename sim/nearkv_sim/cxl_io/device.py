@@ -192,6 +192,7 @@ class CxlDevice:
         self._ras.set(register, status=self._ras.field(register, "status") | error)
 
     def _set_up(self) -> None:
+        self._identify_logical_devices()
         units = self.hdm.capacity_bytes
         self._space["serial.low"] = SERIAL_NUMBER & 0xFFFFFFFF
         self._space["serial.high"] = SERIAL_NUMBER >> 32
@@ -200,6 +201,13 @@ class CxlDevice:
             "cxl.range1_size_low", valid=1, active=1, size_31_28=units >> 28 & 0xF,
         )  # fmt: skip
         self._set_ranges()
+
+    def _identify_logical_devices(self) -> None:
+        """One function stands for all of them."""
+        several = int(self.config.logical_devices > 1)
+        self._space.set("cxl.capability", mld=several)
+        for register in ("capability", "control", "status"):
+            self._space.set(f"flex_bus.{register}", mld=several)
 
     def _identify_link(self, link: Link, layer: LinkLayer) -> None:
         rate = RATES[link]

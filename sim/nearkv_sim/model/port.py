@@ -14,11 +14,11 @@ from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.owner import OWNER_BYTES, OWNER_OFFSET
 from nearkv_hw.abi.window import WINDOW_BYTES
 
-from ..cxl_io.hdm import HdmDecoders
+from ..cxl_io.hdm import NOWHERE, HdmDecoders
 from ..decoders import decoders_of, every_address
 from ..events import ALL, CAPACITY, EventKind
 from ..port import Access, Addresses, DeviceTimeout, Fence, Lines, Poll, Program, Read, ReadResult, Write
-from ..programs import check_injection, checked
+from ..programs import check_injection, checked, ld_ids_of
 from ..verilate import Report
 from . import timing
 from .counters import Counters
@@ -96,7 +96,7 @@ class ModelPort:
             if isinstance(operation, Write):
                 self._write(engine, operation)
             elif isinstance(operation, Read):
-                results.append(self._read(engine.memory, operation.addresses))
+                results.append(self._read(engine.memory, operation.addresses, operation.ld_ids))
             elif isinstance(operation, Fence):
                 self._counters.device["cycles"] += self._fence_cycles
             else:
@@ -156,7 +156,7 @@ class ModelPort:
 
     def _write(self, engine: Engine, write: Write) -> None:
         data, enables = write.data, write.enables
-        areas = self._areas(write.addresses)
+        areas = self._areas(write.addresses, write.ld_ids)
         self._count_link("writes", len(data), areas)
         for area in areas:
             some = None if enables is None else enables[area.which]
@@ -183,8 +183,10 @@ class ModelPort:
             if window.write(offset, line, enabled, poison=poison):
                 engine.serve(window)
 
-    def _read(self, memory: Memory, addresses: Addresses) -> ReadResult:
-        areas = self._areas(addresses)
+    def _read(
+        self, memory: Memory, addresses: Addresses, ld_ids: npt.NDArray[np.uint8] | None = None
+    ) -> ReadResult:
+        areas = self._areas(addresses, ld_ids)
         self._count_link("reads", len(addresses), areas)
         if len(areas) == 1 and len(areas[0].offsets) == len(addresses):
             return ReadResult(*self._read_area(memory, areas[0]))
@@ -225,10 +227,14 @@ class ModelPort:
             f"{poll.value:#x}: nothing is under way that could change it"
         )
 
-    def _areas(self, addresses: Addresses) -> list[_Area]:
-        """Where host addresses lead, as the decoders have it."""
+    def _areas(self, addresses: Addresses, ld_ids: npt.NDArray[np.uint8] | None) -> list[_Area]:
+        """Where messages lead, as decoders and logical devices have it."""
         decoders = self.maintenance.decoders
-        return _areas(addresses if decoders is None else decoders.translate_all(addresses), self.config)
+        if decoders is not None:
+            addresses = decoders.translate_all(addresses)
+        if self.config.logical_devices > 1:
+            addresses = _of_logical_devices(addresses, ld_ids, self.config)
+        return _areas(addresses, self.config)
 
     def _count_link(self, kind: str, count: int, areas: list[_Area]) -> None:
         device = self._counters.device
@@ -257,6 +263,19 @@ class _Area(NamedTuple):
 _EVERY = slice(None)
 _END_BYTES = OWNER_OFFSET + OWNER_BYTES
 """The owner's page follows the window of aperture 0."""
+
+
+def _of_logical_devices(
+    addresses: Addresses, ld_ids: npt.NDArray[np.uint8] | None, config: DeviceConfig
+) -> Addresses:
+    """The addresses, but `NOWHERE` of messages with another LD-ID than their aperture's, or to memory that is
+    not this logical device's."""
+    own = ld_ids_of(config, addresses)
+    given = own if ld_ids is None else ld_ids
+    part = np.uint64(config.capacity_bytes // config.logical_devices)
+    offsets = addresses % np.uint64(config.aperture_bytes)
+    of_another = (offsets < config.capacity_bytes) & (offsets // part != given)
+    return np.where((own != given) | of_another, NOWHERE, addresses)
 
 
 def _areas(addresses: Addresses, config: DeviceConfig) -> list[_Area]:

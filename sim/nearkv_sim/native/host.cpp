@@ -229,6 +229,8 @@ void Host::send_read(Lane& lane) {
     insert(message, messages::kReqMetaField, messages::kMetaNoOp);
     insert(message, messages::kReqTag, tag);
     insert(message, messages::kReqAddress, address / kLineBytes);
+    const Outstanding& access = lane.outstanding[tag];
+    insert(message, messages::kReqLdId, ld_id_of(*access.operation, access.line));
     *lane.port.m2s_req_valid = 1;
 }
 
@@ -245,6 +247,7 @@ void Host::send_write(Lane& lane) {
     insert(message, messages::kRwdMetaField, messages::kMetaNoOp);
     insert(message, messages::kRwdTag, take_tag(lane, &operation, line));
     insert(message, messages::kRwdAddress, operation.addresses[line] / kLineBytes);
+    insert(message, messages::kRwdLdId, ld_id_of(operation, line));
     insert(message, messages::kRwdPoison, operation.poison);
     insert(message, messages::kRwdEnable, enable);
     insert_words(message, messages::kRwdData, data.data(), kLineWords);
@@ -259,6 +262,12 @@ std::uint32_t Host::take_tag(Lane& lane, const Operation* operation, std::uint64
     return tag;
 }
 
+// The LD-ID of a line's messages.
+std::uint64_t Host::ld_id_of(const Operation& operation, std::uint64_t line) {
+    if (operation.kind == Kind::kPoll) return operation.ld_id;
+    return operation.ld_ids ? operation.ld_ids[line] : 0;
+}
+
 // Records a message of the access that has a tag.
 void Host::note(const Lane& lane, Stream stream, std::uint64_t tag) {
     const Outstanding& access = lane.outstanding[tag];
@@ -270,12 +279,13 @@ void Host::note(const Lane& lane, Stream stream, std::uint64_t tag) {
 
 void Host::take_completion(Lane& lane) {
     const std::uint64_t tag = extract(lane.port.s2m_ndr_payload, messages::kNdrTag);
-    if (Outstanding* access = answered(lane, tag, true)) access->operation = nullptr;
+    const std::uint64_t ld_id = extract(lane.port.s2m_ndr_payload, messages::kNdrLdId);
+    if (Outstanding* access = answered(lane, tag, ld_id, true)) access->operation = nullptr;
 }
 
 void Host::take_data(Lane& lane) {
     const std::uint32_t* message = lane.port.s2m_drs_payload;
-    Outstanding* answer = answered(lane, extract(message, messages::kDrsTag), false);
+    Outstanding* answer = answered(lane, extract(message, messages::kDrsTag), extract(message, messages::kDrsLdId), false);
     if (!answer) return;
     link_bytes_ += kLineBytes;
     Access access = Access::kData;
@@ -315,12 +325,17 @@ void Host::end_poll(const std::uint32_t* data, Access access) {
 }
 
 // The access that a message answers, its tag free again; null, and the host broken, where there is none.
-Host::Outstanding* Host::answered(Lane& lane, std::uint64_t tag, bool write) {
+Host::Outstanding* Host::answered(Lane& lane, std::uint64_t tag, std::uint64_t ld_id, bool write) {
     Outstanding* access = tag < kTags ? &lane.outstanding[tag] : nullptr;
     if (!access || !access->operation || (access->operation->kind == Kind::kWrite) != write) {
         fail(Status::kBroken, describe(write ? "completion with tag %#" PRIx64 ", which no write awaits"
                                              : "data with tag %#" PRIx64 ", which no read awaits",
                                        tag));
+        return nullptr;
+    }
+    if (ld_id != ld_id_of(*access->operation, access->line)) {
+        fail(Status::kBroken, describe("the answer with tag %#" PRIx64 " has LD-ID %" PRIu64 ", not its message's",
+                                       tag, ld_id));
         return nullptr;
     }
     note(lane, write ? kNdr : kDrs, tag);

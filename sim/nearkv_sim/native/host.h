@@ -84,11 +84,12 @@ private:
     void send_read(Lane& lane);
     void send_write(Lane& lane);
     bool poll_is_due() const;
+    static std::uint64_t ld_id_of(const Operation& operation, std::uint64_t line);
     void note(const Lane& lane, Stream stream, std::uint64_t tag);
     void take_completion(Lane& lane);
     void take_data(Lane& lane);
     void end_poll(const std::uint32_t* data, Access access);
-    Outstanding* answered(Lane& lane, std::uint64_t tag, bool write);
+    Outstanding* answered(Lane& lane, std::uint64_t tag, std::uint64_t ld_id, bool write);
     std::uint32_t take_tag(Lane& lane, const Operation* operation, std::uint64_t line);
     void check_stability(Lane& lane);
     void cycle();

@@ -92,12 +92,17 @@ def valid(message):
     return message.get("header", message)["valid"]
 
 
-def place(message, capacity_lines, apertures):
-    """("memory" or "window" or "outside", tenant, line) of a message's address."""
-    line = message.get("header", message)["address"]
-    tenant, offset = divmod(line, 2 * capacity_lines)
+def place(message, capacity_lines, apertures, logical_devices=1):
+    """("memory" or "window" or "outside", tenant, line) of a message's address and, with several logical
+    devices, its LD-ID."""
+    header = message.get("header", message)
+    tenant, offset = divmod(header["address"], 2 * capacity_lines)
     if tenant >= apertures:
         return "outside", 0, 0
+    if logical_devices > 1:
+        part = offset * logical_devices // capacity_lines if offset < capacity_lines else None
+        if header["ld_id"] != tenant * logical_devices // apertures or part not in (None, header["ld_id"]):
+            return "outside", tenant, 0
     if offset < capacity_lines:
         return "memory", tenant, offset
     behind = 0 if tenant else OWNER_BYTES  # the owner's page

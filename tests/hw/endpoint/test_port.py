@@ -37,6 +37,7 @@ from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start, value
 
 APERTURES = 3
+"""With several logical devices 4."""
 CAPACITY_LINES = (4 << 20) // LINE_BYTES
 WINDOW_LINES = WINDOW_BYTES // LINE_BYTES
 END_LINE = WINDOW_LINES + OWNER_BYTES // LINE_BYTES
@@ -46,13 +47,28 @@ OUTSTANDING = 78
 
 
 @pytest.mark.rtl
-def test_port():
-    config = configure("small", capacity_bytes=CAPACITY_LINES * LINE_BYTES, apertures=APERTURES)
+@pytest.mark.parametrize(
+    ("apertures", "logical_devices", "tests"), [(APERTURES, 1, ".*"), (4, 2, "every_.*"), (4, 4, "every_.*")]
+)
+def test_port(apertures, logical_devices, tests):
+    config = configure(
+        "small",
+        capacity_bytes=CAPACITY_LINES * LINE_BYTES,
+        channels=1,
+        apertures=apertures,
+        logical_devices=logical_devices,
+    )
     port = Port(config=config, outstanding=OUTSTANDING)
     run(
         port,
         module=__file__,
-        parameters={"request_cycles": port.request_cycles, "answer_cycles": port.answer_cycles},
+        parameters={
+            "request_cycles": port.request_cycles,
+            "answer_cycles": port.answer_cycles,
+            "apertures": apertures,
+            "logical_devices": logical_devices,
+        },
+        tests=tests,
     )
 
 
@@ -93,15 +109,16 @@ class Link:
 
 def random_line(rng):
     """A line address: in each aperture's memory and window and at their edges, and outside."""
-    base = rng.randrange(APERTURES) * 2 * CAPACITY_LINES
+    apertures = parameters()["apertures"]
+    base = rng.randrange(apertures) * 2 * CAPACITY_LINES
     return rng.choice(
         [
             base + rng.randrange(CAPACITY_LINES),
-            base + rng.choice([0, CAPACITY_LINES - 1]),
+            base + rng.choice([0, CAPACITY_LINES - 1, CAPACITY_LINES // 2 - 1, CAPACITY_LINES // 2]),
             base + CAPACITY_LINES + rng.randrange(WINDOW_LINES),
             base + CAPACITY_LINES + rng.choice([0, WINDOW_LINES - 1]),
             base + CAPACITY_LINES + rng.choice([WINDOW_LINES, END_LINE - 1, END_LINE, CAPACITY_LINES - 1]),
-            rng.randrange(2 * CAPACITY_LINES * APERTURES, 1 << 46),
+            rng.randrange(2 * CAPACITY_LINES * apertures, 1 << 46),
             base + rng.randrange(64) | 1 << rng.randrange(34, 46),
         ]
     )
@@ -110,6 +127,14 @@ def random_line(rng):
 def random_messages(rng, count):
     """Req and RwD messages of every opcode; few tags, so that the same is often twice under way."""
     tags = [rng.getrandbits(16) for _ in range(5)] + [0, 0xFFFF]
+    apertures, several = parameters()["apertures"], parameters()["logical_devices"]
+
+    def with_own_ld_id(message):
+        """Of several logical devices most messages have the LD-ID of their aperture."""
+        header = message.get("header", message)
+        if several > 1 and rng.random() < 0.8:
+            header["ld_id"] = header["address"] // (2 * CAPACITY_LINES) * several // apertures % 16
+        return message
 
     def fields():
         return {
@@ -127,16 +152,18 @@ def random_messages(rng, count):
         return rng.choice(usual) if rng.random() < 0.6 else rng.randrange(16)
 
     reqs = [
-        req(opcode([1, 2]), random_line(rng), **{**fields(), "address_5": rng.randrange(2)})
+        with_own_ld_id(req(opcode([1, 2]), random_line(rng), **{**fields(), "address_5": rng.randrange(2)}))
         for _ in range(count)
     ]
     rwds = [
-        rwd(
-            opcode([1, 2]),
-            random_line(rng),
-            rng.getrandbits(512),
-            enable=rng.choice([ALL, 0, rng.getrandbits(64)]),
-            **{**fields(), "poison": rng.randrange(2)},
+        with_own_ld_id(
+            rwd(
+                opcode([1, 2]),
+                random_line(rng),
+                rng.getrandbits(512),
+                enable=rng.choice([ALL, 0, rng.getrandbits(64)]),
+                **{**fields(), "poison": rng.randrange(2)},
+            )
         )
         for _ in range(count)
     ]
@@ -151,7 +178,8 @@ async def every_message_has_its_answer(dut, idle, backpressure):
     host = Host(dut, idle, backpressure)
     link = Link(dut, random("link"), closed=idle)
     ports = {name: Responder(dut, name, random(name), idle, backpressure) for name in ("memory", "window")}
-    reqs, rwds = random_messages(rng, 400)
+    apertures, several = parameters()["apertures"], parameters()["logical_devices"]
+    reqs, rwds = random_messages(rng, 400 if several == 1 else 1500)
     host.req.send(reqs)
     host.rwd.send(rwds)
     messages = [m for m in reqs + rwds if valid(m)]
@@ -166,7 +194,7 @@ async def every_message_has_its_answer(dut, idle, backpressure):
     expected, requests = Counter(), {"memory": [], "window": []}
     counted = Counter()
     for message in host.arrived(reqs, rwds):
-        where, tenant, line = place(message, CAPACITY_LINES, APERTURES)
+        where, tenant, line = place(message, CAPACITY_LINES, apertures, several)
         fault, data = 3, 0
         if kind(message) in ("read", "write"):
             if where != "outside":
