@@ -24,6 +24,7 @@ from .command.window import CommandWindow
 from .common.trees import reduce_tree
 from .endpoint.endpoint import Endpoint, decoder_registers
 from .endpoint.messages import DRS, NDR, REQ, RWD
+from .link.counters import LinkCounters
 from .link.link import Link
 from .memory.audit import Reports
 from .memory.channel import OUTSTANDING, MemoryChannel
@@ -85,7 +86,7 @@ class Device(wiring.Component):
         m.submodules.window = window = CommandWindow(config=config)
         m.submodules.walker = walker = Walker(config=config)
         m.submodules.completer = completer = Completer(ring_slots=config.ring_slots)
-        self._link(m, endpoint)
+        self._link(m, endpoint, window)
         if config.hdm_decoders:
             wiring.connect(m, wiring.flipped(self.decoder_write), endpoint.decoder_write)
             m.d.comb += [
@@ -124,7 +125,7 @@ class Device(wiring.Component):
         )
         return m
 
-    def _link(self, m, endpoint):
+    def _link(self, m, endpoint, window):
         """The host's messages to the endpoint, in flits where there is a link layer."""
         config = self.config
         if config.link_layer is LinkLayer.OFF:
@@ -141,6 +142,13 @@ class Device(wiring.Component):
         for name in STREAMS:
             wiring.connect(m, wiring.flipped(getattr(self, name)[port]), getattr(link, f"host_{name}"))
             wiring.connect(m, getattr(link, f"device_{name}"), getattr(endpoint, name)[port])
+        m.submodules.link_counters = counters = LinkCounters()
+        for name, member in counters.signature.members.items():
+            if member.flow is In:
+                m.d.comb += getattr(counters, name).eq(getattr(link, name))
+        m.d.comb += window.link_state.eq(link.device_status)
+        for theirs, ours in zip(window.link_layers, counters.counters, strict=True):
+            m.d.comb += theirs.eq(ours)
 
     def _unit(self, m, n, walker):
         """An attention unit and its orders."""

@@ -9,12 +9,15 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi.bits import Layout
+from nearkv_hw.abi.config import LinkLayer
 from nearkv_hw.abi.dram import Dram
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.mailbox import PoisonSource
 from nearkv_hw.abi.window import (
     DEVICE_COUNTERS,
     DEVICE_COUNTERS_LINE,
+    LINK_STATE,
+    LINK_STATE_LINE,
     MEMORY_COUNTERS,
     MEMORY_COUNTERS_LINE,
     register_address,
@@ -108,6 +111,13 @@ class Injections:
         """See `Maintenance.traffic`; what was read here does not count."""
         (told,) = self._read_registers([DEVICE_COUNTERS_LINE], DEVICE_COUNTERS)
         return told["cycles"], told["link_reads"] - self._own_reads, told["link_writes"]
+
+    def link_state(self) -> dict[str, int] | None:
+        """See `Maintenance.link_state`."""
+        if self._port.config.link_layer is LinkLayer.OFF:
+            return None
+        (told,) = self._read_registers([LINK_STATE_LINE], LINK_STATE)
+        return told
 
     def _read_registers(self, lines: Iterable[int], layout: Layout) -> list[dict[str, int]]:
         """Register lines of the first aperture's window."""

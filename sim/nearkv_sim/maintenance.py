@@ -57,6 +57,9 @@ class Maintenance(Protocol):
     def traffic(self) -> tuple[int, int, int]:
         """Cycles since reset, and messages from the host that read and that write."""
 
+    def link_state(self) -> dict[str, int] | None:
+        """The fields of `abi.window.LINK_STATE`; None where no link layer runs."""
+
     def erase(self) -> None:
         """Erase all memory: nobody owns any, no line is poisoned, command windows are as after reset."""
 

@@ -15,10 +15,18 @@ from nearkv.cxl import MailboxError, listing
 from nearkv.cxl.host import BAR_BASE, MEMORY_BASE
 from nearkv.errors import ArgumentError, ClosedError, DeviceError, OutOfMemoryError, ProtocolError
 from nearkv_hw.abi import hdm, pci
-from nearkv_hw.abi.cxl_registers import ComponentCapability, DeviceCapability
+from nearkv_hw.abi.cxl_registers import LINK, ComponentCapability, DeviceCapability
 from nearkv_hw.abi.mailbox import CHANGED_EXTENT, EXTENT_CHANGE, IDENTIFY, Opcode, PoisonSource, ReturnCode
 from nearkv_hw.abi.pci import DvsecId
-from nearkv_hw.abi.window import IDENTITY_LINE, OPTIONS, OPTIONS_LINE, register_address
+from nearkv_hw.abi.window import (
+    HOST_LINK_LAYER_COUNTERS_LINE,
+    IDENTITY_LINE,
+    LINK_LAYER_COUNTERS,
+    LINK_LAYER_COUNTERS_LINE,
+    OPTIONS,
+    OPTIONS_LINE,
+    register_address,
+)
 from nearkv_sim.port import Access, Fence, Read, Write
 from typer.testing import CliRunner
 
@@ -296,6 +304,46 @@ def test_an_erased_device_decodes_as_before(decoded):
     identity = register_address(decoded.config, 0, IDENTITY_LINE)
     (result,) = decoded._port.run([Read(np.array([identity, base + identity], np.uint64))])
     assert result.access.tolist() == [Access.OUTSIDE, Access.DATA]
+
+
+@pytest.mark.rtl
+def test_link_registers_show_the_running_link():
+    """Counters of both ends, and the capability of CXL.io, of a link of 68-byte flits without errors."""
+    from nearkv_hw.link.unpacker import PLACES
+
+    with nearkv.open("rtl", link="x8_32", link_layer="flits_68") as device:
+
+        def counters(line):
+            address = np.array([register_address(device.config, 0, line)], np.uint64)
+            (result,) = device._port.run([Read(address)])
+            return LINK_LAYER_COUNTERS.unpack(result.data[0].tobytes())
+
+        host = device.cxl()
+        before = [counters(line) for line in (LINK_LAYER_COUNTERS_LINE, HOST_LINK_LAYER_COUNTERS_LINE)]
+        identity = register_address(device.config, 0, IDENTITY_LINE)
+        device._port.run([Read(np.full(800, identity, np.uint64))])
+        after = [counters(line) for line in (LINK_LAYER_COUNTERS_LINE, HOST_LINK_LAYER_COUNTERS_LINE)]
+        for end in range(2):
+            grown = {name: after[end][name] - before[end][name] for name in after[end]}
+            for name in ("replayed", "crc_errors", "retries", "retrainings"):
+                assert after[end][name] == 0, name
+            assert all(grown[name] > 100 for name in ("sent", "accepted"))
+        device_sent, host_sent = (after[end]["sent"] - before[end]["sent"] for end in range(2))
+        assert device_sent > host_sent, "lines come back, two flits and more for each pair of requests"
+        assert device_sent >= 800 * 9 / 8
+
+        link = ComponentCapability.LINK
+        capability = LINK["capability"].unpack(host.read(link, LINK["capability"].at, 8))
+        assert capability["version_received"] == 2
+        assert capability["wrap"] == capability["wrap_received"] == 128
+        assert (capability["retries_received"], capability["free_received"]) == (0, 0)
+        control = LINK["control"].unpack(host.read(link, LINK["control"].at, 8))
+        assert control["init_state"] == 3
+        places = LINK["rx_credit_control"].unpack(host.read(link, LINK["rx_credit_control"].at, 8))
+        assert (places["mem_message"], places["mem_data"]) == (PLACES["req"], PLACES["rwd"])
+        credits = LINK["tx_credit_status"].unpack(host.read(link, LINK["tx_credit_status"].at, 8))
+        assert 0 < credits["mem_message"] <= PLACES["ndr"]
+        assert 0 < credits["mem_data"] <= PLACES["drs"]
 
 
 def test_a_closed_device_has_no_host(model):

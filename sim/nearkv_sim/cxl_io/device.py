@@ -25,6 +25,7 @@ from .cpmu import Cpmu
 from .dynamic import DynamicCapacity
 from .events import Events
 from .hdm import HdmDecoders
+from .link import LinkRegisters
 from .mailbox import Mailbox
 from .memory_device import MemoryDevice
 from .poison import PoisonList
@@ -106,7 +107,7 @@ class CxlDevice:
         )
         self._cpmu = Cpmu(maintenance.traffic)
         self._ras = RegisterFile(cxl.RAS)
-        self._link = RegisterFile(cxl.LINK)
+        self._link = LinkRegisters(maintenance.link_state)
         self._status = RegisterFile(cxl.STATUS)
         self._status.on_read("events", self._event_status)
         self._memory_status = RegisterFile(cxl.MEMORY_STATUS)
@@ -141,6 +142,8 @@ class CxlDevice:
         registers, at = found
         if registers in (self._ras, self._status, self._memory_status):
             self.poll()
+        if registers is self._link.registers:
+            self._link.follow()
         return registers.read(at, size)
 
     def write(self, bar: int, offset: int, value: int, size: int = 4) -> None:
@@ -169,7 +172,7 @@ class CxlDevice:
         """A conventional reset: registers as at first, a passphrase locks. Logs and memory stay."""
         self._space.reset()
         self._identify_link(self.config.link, self.config.link_layer)
-        for registers in (self._ras, self._link):
+        for registers in (self._ras, self._link.registers):
             registers.reset()
         self.hdm.reset()
         self._cpmu.reset()
@@ -255,7 +258,7 @@ class CxlDevice:
             size = pci.COMPONENT_BYTES
             for capability, registers in (
                 (ComponentCapability.RAS, self._ras),
-                (ComponentCapability.LINK, self._link),
+                (ComponentCapability.LINK, self._link.registers),
                 (ComponentCapability.HDM, self.hdm),
             ):
                 at = cxl.CACHE_MEM_OFFSET + cxl.COMPONENT_PLACES[capability][1]

@@ -66,6 +66,9 @@ class ModelMaintenance:
         device = self._counters.device
         return int(device["cycles"]), int(device["link_reads"]), int(device["link_writes"])
 
+    def link_state(self) -> None:
+        """See `Maintenance.link_state`: its cycles are those of messages."""
+
     def erase(self) -> None:
         """See `Maintenance.erase`."""
         before = self._memory()
