@@ -32,12 +32,14 @@ class Extents:
     Parameters
     ----------
     claim : takes extents on the device.
-    extents, channels : of the device; consecutive extents lie in consecutive channels.
+    extents, channels : of the device; consecutive extents lie in consecutive channels. Of a logical device
+        the first extent behind its own.
     in_use : extents that the tenant owned before and that hold what this driver did not write.
     any_free : whether any extent of the device is nobody's, and when it is called with True, whether some
         became so, which it waits for as long as the device is about it.
     at_quota : whether the last claims were refused because the tenant owns as much as it may.
     no_room : makes an error for lack of memory from its text.
+    first : the first extent that the tenant can have.
 
     Members
     -------
@@ -54,6 +56,7 @@ class Extents:
         any_free: Callable[[bool], bool] = lambda wait: not wait,
         at_quota: Callable[[], bool] = lambda: False,
         no_room: Callable[[str], OutOfMemoryError] = OutOfMemoryError,
+        first: int = 0,
     ) -> None:
         self.no_room = no_room
         self._at_quota = at_quota
@@ -62,7 +65,7 @@ class Extents:
         self._extents = extents
         self._channels = channels
         self._in_use = in_use
-        self._next = 0
+        self._next = first
         self._free: set[int] = set()
         self._rising: list[list[int]] = [[] for _ in range(channels)]
         """Per channel a heap of free extents; those that were taken in a run are still in it."""

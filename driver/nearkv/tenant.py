@@ -103,7 +103,8 @@ class Tenant:
         owned, roots = self._owned_extents() if self.ring.posted else ([], [])
         self.extents = Extents(
             self._claim,
-            extents=config.extents,
+            first=config.extents_of(aperture).start,
+            extents=config.extents_of(aperture).stop,
             channels=config.slices,
             in_use=frozenset(owned),
             any_free=self._any_free,

@@ -22,8 +22,9 @@ from .command.completer import Completer
 from .command.walker import Walker
 from .command.window import CommandWindow
 from .common.trees import reduce_tree
-from .endpoint.endpoint import Endpoint
+from .endpoint.endpoint import Endpoint, decoder_registers
 from .endpoint.messages import DRS, NDR, REQ, RWD
+from .link.counters import LinkCounters
 from .link.link import Link
 from .memory.audit import Reports
 from .memory.channel import OUTSTANDING, MemoryChannel
@@ -51,6 +52,8 @@ class Device(wiring.Component):
     m2s_rwd : In(stream) x ports : M2S RwD messages (writes): header, byte enables, data; 663 bits.
     s2m_ndr : Out(stream) x ports : S2M NDR messages (completions), 30 bits.
     s2m_drs : Out(stream) x ports : S2M DRS messages: header, data; 552 bits.
+    decoder_write, decoder_read_word, decoder_read_data : with `config.hdm_decoders`, as of `Endpoint`: what
+        CXL.io reaches of the component registers.
 
     With `config.link_layer` the streams are those of a host's link layer, which is part of this design then,
     and flits are on the wire between it and the device's.
@@ -72,6 +75,7 @@ class Device(wiring.Component):
                 "m2s_rwd": In(stream.Signature(RWD)).array(count),
                 "s2m_ndr": Out(stream.Signature(NDR)).array(count),
                 "s2m_drs": Out(stream.Signature(DRS)).array(count),
+                **decoder_registers(config),
             }
         )
 
@@ -82,7 +86,13 @@ class Device(wiring.Component):
         m.submodules.window = window = CommandWindow(config=config)
         m.submodules.walker = walker = Walker(config=config)
         m.submodules.completer = completer = Completer(ring_slots=config.ring_slots)
-        self._link(m, endpoint)
+        self._link(m, endpoint, window)
+        if config.hdm_decoders:
+            wiring.connect(m, wiring.flipped(self.decoder_write), endpoint.decoder_write)
+            m.d.comb += [
+                endpoint.decoder_read_word.eq(self.decoder_read_word),
+                self.decoder_read_data.eq(endpoint.decoder_read_data),
+            ]
         masters = [*endpoint.memory, walker.fabric]
         units = [self._unit(m, n, walker) for n in range(config.units)]
         if units:
@@ -115,7 +125,7 @@ class Device(wiring.Component):
         )
         return m
 
-    def _link(self, m, endpoint):
+    def _link(self, m, endpoint, window):
         """The host's messages to the endpoint, in flits where there is a link layer."""
         config = self.config
         if config.link_layer is LinkLayer.OFF:
@@ -132,6 +142,13 @@ class Device(wiring.Component):
         for name in STREAMS:
             wiring.connect(m, wiring.flipped(getattr(self, name)[port]), getattr(link, f"host_{name}"))
             wiring.connect(m, getattr(link, f"device_{name}"), getattr(endpoint, name)[port])
+        m.submodules.link_counters = counters = LinkCounters()
+        for name, member in counters.signature.members.items():
+            if member.flow is In:
+                m.d.comb += getattr(counters, name).eq(getattr(link, name))
+        m.d.comb += window.link_state.eq(link.device_status)
+        for theirs, ours in zip(window.link_layers, counters.counters, strict=True):
+            m.d.comb += theirs.eq(ours)
 
     def _unit(self, m, n, walker):
         """An attention unit and its orders."""

@@ -54,7 +54,10 @@ def device_library(
         name=f"{name}-rtl{'-trace' if trace else ''}",
         top=_HOST_TOP,
         sources={
-            "messages.h": cpp_header(_endpoint_ports(design)),
+            "messages.h": cpp_header(
+                _endpoint_ports(design),
+                registers=any(port.name == "decoder_write_valid" for port in design.ports),
+            ),
             "control.vlt": f'`verilator_config\nlint_off -file "*.v"\nno_inline -module "{_SHARED}"\n',
             "design.v": design.text,
             "host_top.v": _host_top(design),

@@ -33,11 +33,13 @@ OPERATION = (
     ("addresses", c_void_p, "const std::uint64_t*", "host byte addresses"),
     ("data", c_void_p, "std::uint8_t*", "lines: what to write, or where reads go"),
     ("enables", c_void_p, "const std::uint64_t*", "of a write, a bit per byte; null for whole lines"),
+    ("ld_ids", c_void_p, "const std::uint8_t*", "of its messages; null where all are 0"),
     ("access", c_void_p, "Access*", "of a read, how each line was answered"),
     ("address", c_uint64, "std::uint64_t", "of a poll"),
     ("mask", c_uint64, "std::uint64_t", "of a poll"),
     ("value", c_uint64, "std::uint64_t", "of a poll"),
     ("timeout_cycles", c_uint64, "std::uint64_t", "of a poll"),
+    ("ld_id", c_uint64, "std::uint64_t", "of a poll"),
 )
 """Members of an operation: name, types here and in C++, meaning."""
 

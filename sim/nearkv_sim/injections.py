@@ -9,19 +9,23 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 from nearkv_hw.abi.bits import Layout
+from nearkv_hw.abi.config import LinkLayer
 from nearkv_hw.abi.dram import Dram
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.mailbox import PoisonSource
 from nearkv_hw.abi.window import (
     DEVICE_COUNTERS,
     DEVICE_COUNTERS_LINE,
+    LINK_STATE,
+    LINK_STATE_LINE,
     MEMORY_COUNTERS,
     MEMORY_COUNTERS_LINE,
     register_address,
 )
 
+from .decoders import RunningDecoders, decoders_of
 from .maintenance import Ability
-from .port import Access, Addresses, Operation, Port, Read, ReadResult, Write
+from .port import Access, Addresses, Operation, Read, ReadResult, SimulatedPort, Write
 
 _TWO_BITS = (0, 1)
 _EVERY_BYTE = np.uint64((1 << LINE_BYTES) - 1)
@@ -37,10 +41,14 @@ class Injections:
     ----------
     port : the device, which has this one.
     restart : starts a port anew, with an empty memory, where that is possible.
+
+    Counters come from the first aperture's window; while no decoder leads there they stay as they were.
     """
 
-    def __init__(self, port: Port, restart: Callable[[Any], None] | None = None) -> None:
-        self._port: Port = weakref.proxy(port)
+    def __init__(self, port: SimulatedPort, restart: Callable[[Any], None] | None = None) -> None:
+        self._port: SimulatedPort = weakref.proxy(port)
+        self.decoders: RunningDecoders | None = decoders_of(port.config, RunningDecoders, self._port)
+        self._told: dict[int, bytes] = {}
         self._restart = restart
         self._lines: dict[int, PoisonSource] = {}
         self._own_reads = 0
@@ -78,6 +86,8 @@ class Injections:
     def _device_addresses(self, hosts: Addresses) -> list[int]:
         """Of those that are memory's, not a window's."""
         config = self._port.config
+        if self.decoders is not None:
+            hosts = self.decoders.translate_all(hosts)
         inside = hosts % np.uint64(config.aperture_bytes)
         found: list[int] = inside[inside < config.capacity_bytes].tolist()
         return found
@@ -102,19 +112,36 @@ class Injections:
         (told,) = self._read_registers([DEVICE_COUNTERS_LINE], DEVICE_COUNTERS)
         return told["cycles"], told["link_reads"] - self._own_reads, told["link_writes"]
 
+    def link_state(self) -> dict[str, int] | None:
+        """See `Maintenance.link_state`."""
+        if self._port.config.link_layer is LinkLayer.OFF:
+            return None
+        (told,) = self._read_registers([LINK_STATE_LINE], LINK_STATE)
+        return told
+
     def _read_registers(self, lines: Iterable[int], layout: Layout) -> list[dict[str, int]]:
         """Register lines of the first aperture's window."""
-        addresses = [register_address(self._port.config, 0, line) for line in lines]
-        (result,) = self._port.run([Read(np.array(addresses, np.uint64))])
-        self._own_reads += len(addresses)
-        return [layout.unpack(line.tobytes()) for line in result.data]
+        places = {line: self._host_address(register_address(self._port.config, 0, line)) for line in lines}
+        reached = {line: address for line, address in places.items() if address is not None}
+        if reached:
+            (result,) = self._port.run([Read(np.array(list(reached.values()), np.uint64))])
+            self._own_reads += len(reached)
+            self._told |= {line: data.tobytes() for line, data in zip(reached, result.data, strict=True)}
+        return [layout.unpack(self._told.get(line, bytes(LINE_BYTES))) for line in places]
+
+    def _host_address(self, address: int) -> int | None:
+        """Where a host finds an address of the device."""
+        return address if self.decoders is None else self.decoders.host_address(address)
 
     def erase(self) -> None:
         """See `Maintenance.erase`."""
         if self._restart is None:
             self._lacks("cannot be erased while it runs; open another one")
         self._restart(self._port)
+        if self.decoders is not None:
+            self.decoders.program_again()
         self._lines.clear()
+        self._told.clear()
         self._own_reads = 0
 
     def repair(self, address: int, data: bytes) -> NoReturn:

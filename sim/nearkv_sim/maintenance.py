@@ -7,9 +7,12 @@ find. How much of it there is depends on how the device runs.
 from __future__ import annotations
 
 from enum import IntFlag
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nearkv_hw.abi.mailbox import PoisonSource
+
+if TYPE_CHECKING:
+    from .cxl_io.hdm import HdmDecoders
 
 
 class Ability(IntFlag):
@@ -35,6 +38,10 @@ class Maintenance(Protocol):
 
     abilities: Ability
 
+    @property
+    def decoders(self) -> HdmDecoders | None:
+        """The HDM decoders between its link and its memory; None where it has none there."""
+
     def poison(self, address: int) -> None:
         """Poison the line at an address, as `Port.inject` of two bits of a word does."""
 
@@ -49,6 +56,9 @@ class Maintenance(Protocol):
 
     def traffic(self) -> tuple[int, int, int]:
         """Cycles since reset, and messages from the host that read and that write."""
+
+    def link_state(self) -> dict[str, int] | None:
+        """The fields of `abi.window.LINK_STATE`; None where no link layer runs."""
 
     def erase(self) -> None:
         """Erase all memory: nobody owns any, no line is poisoned, command windows are as after reset."""

@@ -15,14 +15,16 @@ RWD_ENABLE = M2S_RWD.width
 """Offset of the byte enables in the payload of the stream m2s_rwd."""
 RWD_DATA = RWD_ENABLE + LINE_BYTES
 DRS_DATA = S2M_DRS.width
+REGISTER_WORD_BITS = 9
+"""Bits of a register's offset / 4 at the port of the HDM decoders; the value is above them."""
 _LAYOUTS = {"Req": M2S_REQ, "Rwd": M2S_RWD, "Ndr": S2M_NDR, "Drs": S2M_DRS}
 
 
-def cpp_header(ports: int) -> str:
-    """The C++ header `messages.h` of a device with so many endpoint ports.
+def cpp_header(ports: int, *, registers: bool = False) -> str:
+    """The C++ header `messages.h` of a device with so many endpoint ports, and registers of HDM decoders.
 
-    It has each message field's place, the opcodes that the host uses, what Python hands to the host, and the
-    streams of the endpoint's ports.
+    It has each message field's place, the opcodes that the host uses, what Python hands to the host, the
+    streams of the endpoint's ports, and the decoders' register port.
     """
     return "\n".join(
         [
@@ -31,6 +33,7 @@ def cpp_header(ports: int) -> str:
             "#include <array>",
             "#include <cstddef>",
             "#include <cstdint>",
+            "#include <optional>",
             '#include "bits.h"',
             "namespace nearkv {",
             *_enum(Kind, "std::uint32_t"),
@@ -38,6 +41,7 @@ def cpp_header(ports: int) -> str:
             *_enum(Status, "int"),
             *_operation(),
             *_ports(ports),
+            *_registers(registers),
             "namespace messages {",
             *_layouts(),
             "}",
@@ -108,6 +112,28 @@ def _ports(ports: int) -> list[str]:
         "    return {{",
         *(f"        {{{places(port)}}}," for port in range(ports)),
         "    }};",
+        "}",
+    ]
+
+
+def _registers(there: bool) -> list[str]:
+    """The register port of the HDM decoders, if the device has it."""
+    members = {
+        "write_payload": "std::uint64_t*",
+        "write_valid": "std::uint8_t*",
+        "write_ready": "const std::uint8_t*",
+        "read_word": "std::uint16_t*",
+        "read_data": "const std::uint32_t*",
+    }
+    places = ", ".join(f"&top.decoder_{name}" for name in members)
+    return [
+        "struct RegisterPort {",
+        *(f"    {kind} {name};" for name, kind in members.items()),
+        "};",
+        f"constexpr unsigned kRegisterWordBits = {REGISTER_WORD_BITS};",
+        "template <typename Top>",
+        "std::optional<RegisterPort> register_port([[maybe_unused]] Top& top) {",
+        f"    return {f'RegisterPort{{{places}}}' if there else 'std::nullopt'};",
         "}",
     ]
 

@@ -40,20 +40,25 @@ class Write:
     """Write lines; with `enables` (uint64 [n], one bit per byte) only the enabled bytes (MemWrPtl).
 
     With `poison` the host says that the data is bad: memory keeps it so, and reads of it are poisoned.
-    Writes and reads between two fences may be carried out in any order.
+    `ld_ids` (uint8 [n]) are the LD-IDs of the lines' messages, by default those of the logical devices whose
+    apertures are addressed, as a switch would have them. Writes and reads between two fences may be carried
+    out in any order.
     """
 
     addresses: Addresses
     data: Lines
     enables: npt.NDArray[np.uint64] | None = None
     poison: bool = False
+    ld_ids: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True)
 class Read:
-    """Read lines; the program's result has a `ReadResult` for each of these, in order."""
+    """Read lines; the program's result has a `ReadResult` for each of these, in order. `ld_ids` as of
+    `Write`."""
 
     addresses: Addresses
+    ld_ids: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True)
@@ -140,3 +145,23 @@ class Port(Protocol):
 
     def close(self) -> None:
         """End the device; its memory is lost. A second call does nothing."""
+
+
+class SimulatedPort(Port, Protocol):
+    """A device at its RTL, whose HDM decoders have registers beside the link."""
+
+    def write_decoder(self, word: int, value: int) -> None:
+        """Write a 32-bit register of the HDM decoders.
+
+        Parameters
+        ----------
+        word : its offset / 4 in the capability, or `abi.hdm.RESET_WORD` or one from `RANGE_WORD` on.
+        value : what to write.
+
+        Raises
+        ------
+        RuntimeError : the device has no decoders, or is closed.
+        """
+
+    def read_decoder(self, word: int) -> int:
+        """A register of the capability, once no commit is under way; RuntimeError as `write_decoder`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Collection, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from .events import ALL, CAPACITY, EVENT, EventKind, Recording
 from .host_abi import Kind, NativeOperation, Status
 from .injections import Injections
 from .port import DeviceTimeout, Fence, Operation, Poll, Program, Read, ReadResult, Write
-from .programs import check_shaking, checked
+from .programs import NO_DECODERS, check_shaking, checked, ld_id_of, with_ld_ids
 from .verilate import Report
 
 _SLICE_CYCLES = 20_000
@@ -89,8 +89,11 @@ class RtlPort:
         RuntimeError : the device is closed, or broke the protocol.
         """
         results: list[ReadResult] = []
-        ready = checked(program)  # its arrays must live until the program has ended
-        operations = (NativeOperation * len(ready))(*(_native(operation, results) for operation in ready))
+        # its arrays must live until the program has ended
+        ready = [with_ld_ids(self.config, operation) for operation in checked(program)]
+        operations = (NativeOperation * len(ready))(
+            *(_native(self.config, operation, results) for operation in ready)
+        )
         with self._lock:
             host = self._open_host()
             self._library.nearkv_start(host, operations, len(ready))
@@ -117,6 +120,20 @@ class RtlPort:
         """Invert bits of a line in the DRAM; see `Port.inject`."""
         with self._lock:
             inject(self._library, self._library.nearkv_events(self._open_host()), self.config, address, bits)
+
+    def write_decoder(self, word: int, value: int) -> None:
+        """Write a register of the HDM decoders; see `SimulatedPort.write_decoder`."""
+        with self._lock:
+            if self._library.nearkv_write_register(self._open_host(), word, value) != 0:
+                raise RuntimeError(NO_DECODERS)
+
+    def read_decoder(self, word: int) -> int:
+        """A register of the HDM decoders; see `SimulatedPort.read_decoder`."""
+        value = c_uint32()
+        with self._lock:
+            if self._library.nearkv_read_register(self._open_host(), word, byref(value)) != 0:
+                raise RuntimeError(NO_DECODERS)
+        return value.value
 
     def start_wave(self, path: Path) -> None:
         """Record an FST from here on; RuntimeError where the device was built without traces."""
@@ -179,10 +196,10 @@ class RtlPort:
             self.close()
 
 
-def _native(operation: Operation, results: list[ReadResult]) -> NativeOperation:
+def _native(config: DeviceConfig, operation: Operation, results: list[ReadResult]) -> NativeOperation:
     """The operation for C++; room for what it reads is added to `results`."""
     match operation:
-        case Write(addresses, data, enables, poison):
+        case Write(addresses, data, enables, poison, ld_ids):
             return NativeOperation(
                 kind=Kind.WRITE,
                 poison=poison,
@@ -190,8 +207,9 @@ def _native(operation: Operation, results: list[ReadResult]) -> NativeOperation:
                 addresses=addresses.ctypes.data,
                 data=data.ctypes.data,
                 enables=None if enables is None else enables.ctypes.data,
+                ld_ids=None if ld_ids is None else ld_ids.ctypes.data,
             )
-        case Read(addresses):
+        case Read(addresses, ld_ids):
             result = ReadResult(
                 np.zeros((len(addresses), LINE_BYTES), np.uint8), np.zeros(len(addresses), np.uint8)
             )
@@ -201,11 +219,17 @@ def _native(operation: Operation, results: list[ReadResult]) -> NativeOperation:
                 count=len(addresses),
                 addresses=addresses.ctypes.data,
                 data=result.data.ctypes.data,
+                ld_ids=None if ld_ids is None else ld_ids.ctypes.data,
                 access=result.access.ctypes.data,
             )
         case Poll(address, mask, value, timeout_cycles):
             return NativeOperation(
-                kind=Kind.POLL, address=address, mask=mask, value=value, timeout_cycles=timeout_cycles
+                kind=Kind.POLL,
+                address=address,
+                mask=mask,
+                value=value,
+                timeout_cycles=timeout_cycles,
+                ld_id=ld_id_of(config, address),
             )
         case Fence():
             return NativeOperation(kind=Kind.FENCE)
@@ -222,6 +246,8 @@ def _load(path: Path) -> ctypes.CDLL:
         ("nearkv_cycles", c_uint64, c_void_p),
         ("nearkv_link_bytes", c_uint64, c_void_p),
         ("nearkv_start_wave", c_int, c_void_p, c_char_p),
+        ("nearkv_write_register", c_int, c_void_p, c_uint32, c_uint32),
+        ("nearkv_read_register", c_int, c_void_p, c_uint32, POINTER(c_uint32)),
         ("nearkv_close", None, c_void_p),
         ("nearkv_events", c_void_p, c_void_p),
         ("nearkv_events_start", None, c_void_p, c_uint64, c_uint32),

@@ -69,14 +69,19 @@ def pack_program(program: Program) -> tuple[list[dict[str, Any]], list[Array]]:
                         "kind": "write",
                         "enables": operation.enables is not None,
                         "poison": bool(operation.poison),
+                        "ld_ids": operation.ld_ids is not None,
                     }
                 )
                 arrays += [np.asarray(operation.addresses, np.uint64), np.asarray(operation.data, np.uint8)]
                 if operation.enables is not None:
                     arrays.append(np.asarray(operation.enables, np.uint64))
+                if operation.ld_ids is not None:
+                    arrays.append(np.asarray(operation.ld_ids, np.uint8))
             case Read():
-                entries.append({"kind": "read"})
+                entries.append({"kind": "read", "ld_ids": operation.ld_ids is not None})
                 arrays.append(np.asarray(operation.addresses, np.uint64))
+                if operation.ld_ids is not None:
+                    arrays.append(np.asarray(operation.ld_ids, np.uint8))
             case Poll():
                 entries.append(
                     {
@@ -101,9 +106,11 @@ def unpack_program(entries: list[dict[str, Any]], arrays: list[Array]) -> list[O
             case "write":
                 addresses, data = next(rest), next(rest)
                 enables = next(rest) if entry["enables"] else None
-                program.append(Write(addresses, data, enables, entry["poison"]))
+                ld_ids = next(rest) if entry["ld_ids"] else None
+                program.append(Write(addresses, data, enables, entry["poison"], ld_ids))
             case "read":
-                program.append(Read(next(rest)))
+                addresses = next(rest)
+                program.append(Read(addresses, next(rest) if entry["ld_ids"] else None))
             case "poll":
                 program.append(Poll(entry["address"], entry["mask"], entry["value"], entry["timeout_cycles"]))
             case "fence":

@@ -14,10 +14,19 @@ from nearkv.cli import app
 from nearkv.cxl import MailboxError, listing
 from nearkv.cxl.host import BAR_BASE, MEMORY_BASE
 from nearkv.errors import ArgumentError, ClosedError, DeviceError, OutOfMemoryError, ProtocolError
-from nearkv_hw.abi import pci
-from nearkv_hw.abi.cxl_registers import ComponentCapability, DeviceCapability
+from nearkv_hw.abi import hdm, pci
+from nearkv_hw.abi.cxl_registers import LINK, ComponentCapability, DeviceCapability
 from nearkv_hw.abi.mailbox import CHANGED_EXTENT, EXTENT_CHANGE, IDENTIFY, Opcode, PoisonSource, ReturnCode
 from nearkv_hw.abi.pci import DvsecId
+from nearkv_hw.abi.window import (
+    HOST_LINK_LAYER_COUNTERS_LINE,
+    IDENTITY_LINE,
+    LINK_LAYER_COUNTERS,
+    LINK_LAYER_COUNTERS_LINE,
+    OPTIONS,
+    OPTIONS_LINE,
+    register_address,
+)
 from nearkv_sim.port import Access, Fence, Read, Write
 from typer.testing import CliRunner
 
@@ -222,6 +231,126 @@ def test_a_pool_grows_with_what_is_accepted():
         again = device.kv_cache(layers=1, kv_heads=16, head_dim=256, dtype="fp16", page_rows=64)
         with pytest.raises(OutOfMemoryError):
             again.append(again.sequence(), layer=0, k=rows, v=rows)
+
+
+def relocated(device, base):
+    """Give all of the device's addresses to a host at `base`."""
+    host = device.cxl()
+    hdm_at = ComponentCapability.HDM
+    host.write(hdm_at, hdm.FIRST_DECODER + hdm.CONTROL.at, 0)  # taken back
+    host.decode(0, base, device.config.address_bytes)
+
+
+@pytest.fixture(params=["model", pytest.param("rtl", marks=pytest.mark.rtl)])
+def decoded(request):
+    """A device with HDM decoders between its link and its memory."""
+    with nearkv.open(request.param, hdm_decoders=4) as device:
+        yield device
+
+
+def test_decoders_between_link_and_memory(decoded):
+    """Attention before and after enumeration; then addresses lead where decoders say, and nowhere else."""
+    device, contexts, q = decoded, [context(40, 1, 32, 32, seed=5)], values(1, 2, 32, seed=6)
+    kv = device.kv_cache(layers=1, kv_heads=1, head_dim=32, dtype="fp16")
+    (handle,) = filled(kv, contexts)
+
+    def attend():
+        return kv.attend([handle], layer=0, q=q, scale=0.2)
+
+    def read(address):
+        (result,) = device._port.run([Read(np.array([address], np.uint64))])
+        return Access(result.access[0]), result.data[0].tobytes()
+
+    options = register_address(device.config, 0, OPTIONS_LINE)
+    assert OPTIONS.unpack(read(options)[1])["hdm_decoders"] == 4
+    wanted = expected(q, contexts, scale=0.2)
+    assert same_bits(attend(), wanted)
+    host = device.cxl()
+    assert host.decoder(0)["control"]["committed"]
+    assert host.read(ComponentCapability.HDM, 0) == hdm.capability_of(4)
+    assert same_bits(attend(), wanted)
+    page = int(kv._sequences.table(handle, 0).page_addresses(0, 1)[0, 0])
+    held = read(page)
+    assert held[0] is Access.DATA
+
+    base = 3 << 40
+    outside = device.stats().outside_reads
+    before = host.counters()
+    relocated(device, base)
+    assert read(page) == (Access.OUTSIDE, bytes(64)), "no decoder has it"
+    assert read(base + page) == held
+    assert host.counters()["m2s_req"] == before["m2s_req"] + 2, "two reads, wherever they led"
+    dropped = np.array([page], np.uint64)
+    device._port.run([Write(dropped, np.full((1, 64), 0xEE, np.uint8))])
+    assert read(base + page) == held, "the write was dropped, and answered"
+    device._port.run([Write(dropped + np.uint64(base), np.full((1, 64), 0xEE, np.uint8), poison=True)])
+    assert host.poison() == [(page, PoisonSource.EXTERNAL)], "a device address"
+    device._port.run([Write(dropped + np.uint64(base), np.frombuffer(held[1], np.uint8)[None])])
+    assert host.poison() == []
+
+    relocated(device, 0)
+    assert device.stats().outside_reads == outside + 1
+    assert same_bits(attend(), wanted)
+    host.device.reset()
+    assert read(page)[0] is Access.OUTSIDE, "CXL.mem is off after a reset"
+
+
+def test_an_erased_device_decodes_as_before(decoded):
+    host = decoded.cxl()
+    base = 3 << 40
+    relocated(decoded, base)
+    host.send(Opcode.SANITIZE)
+    assert host.decoder(0)["base_high"]["bits_51_32"] == base >> 32
+    identity = register_address(decoded.config, 0, IDENTITY_LINE)
+    (result,) = decoded._port.run([Read(np.array([identity, base + identity], np.uint64))])
+    assert result.access.tolist() == [Access.OUTSIDE, Access.DATA]
+
+
+@pytest.mark.rtl
+@pytest.mark.parametrize(("layer", "lines_per_flit"), [("flits_68", 8 / 9), ("flits_256", 27 / 8)])
+def test_link_registers_show_the_running_link(layer, lines_per_flit):
+    """Counters of both ends, and the capability of CXL.io, of a link without errors."""
+    from nearkv_hw.link.unpacker import PLACES
+    from nearkv_hw.link.unpacker256 import PLACES_256
+
+    places_of = PLACES if layer == "flits_68" else PLACES_256
+    version, wrap = (2, 128) if layer == "flits_68" else (0, 0)  # longer flits have no INIT.Param
+
+    # Without units, which this is not about, it is built in a fraction of the time.
+    setup = {"channels": 1, "dram": "fixed", "placement": "host", "link": "x8_32", "link_layer": layer}
+    with nearkv.open("rtl", **setup) as device:
+
+        def counters(line):
+            address = np.array([register_address(device.config, 0, line)], np.uint64)
+            (result,) = device._port.run([Read(address)])
+            return LINK_LAYER_COUNTERS.unpack(result.data[0].tobytes())
+
+        host = device.cxl()
+        before = [counters(line) for line in (LINK_LAYER_COUNTERS_LINE, HOST_LINK_LAYER_COUNTERS_LINE)]
+        identity = register_address(device.config, 0, IDENTITY_LINE)
+        device._port.run([Read(np.full(800, identity, np.uint64))])
+        after = [counters(line) for line in (LINK_LAYER_COUNTERS_LINE, HOST_LINK_LAYER_COUNTERS_LINE)]
+        for end in range(2):
+            grown = {name: after[end][name] - before[end][name] for name in after[end]}
+            for name in ("replayed", "crc_errors", "retries", "retrainings"):
+                assert after[end][name] == 0, name
+            assert all(grown[name] > 100 for name in ("sent", "accepted"))
+        device_sent, host_sent = (after[end]["sent"] - before[end]["sent"] for end in range(2))
+        assert device_sent > host_sent, "lines come back, two flits and more for each pair of requests"
+        assert device_sent >= 800 / lines_per_flit
+
+        link = ComponentCapability.LINK
+        capability = LINK["capability"].unpack(host.read(link, LINK["capability"].at, 8))
+        assert capability["version_received"] == version
+        assert capability["wrap"] == capability["wrap_received"] == wrap
+        assert (capability["retries_received"], capability["free_received"]) == (0, 0)
+        control = LINK["control"].unpack(host.read(link, LINK["control"].at, 8))
+        assert control["init_state"] == 3
+        places = LINK["rx_credit_control"].unpack(host.read(link, LINK["rx_credit_control"].at, 8))
+        assert (places["mem_message"], places["mem_data"]) == (places_of["req"], places_of["rwd"])
+        credits = LINK["tx_credit_status"].unpack(host.read(link, LINK["tx_credit_status"].at, 8))
+        assert 0 < credits["mem_message"] <= places_of["ndr"]
+        assert 0 < credits["mem_data"] <= places_of["drs"]
 
 
 def test_a_closed_device_has_no_host(model):

@@ -217,6 +217,35 @@ def test_misbehaving_device_is_reported():
         port.run([Read(lines(0))])
 
 
+def test_messages_have_their_ld_id(port):
+    """Given or not; the toy sends it back, and hosts look."""
+    addresses = lines(0, 64, 128)
+    data = np.arange(192, dtype=np.uint8).reshape(3, 64)
+    ld_ids = np.array([15, 0, 6], np.uint8)
+    (result,) = port.run([Write(addresses, data, ld_ids=ld_ids), Fence(), Read(addresses, ld_ids[::-1])])
+    np.testing.assert_array_equal(result.data, data)
+    with pytest.raises(ValueError, match=r"ld_ids must be \[3\], not \[2\]"):
+        port.run([Read(addresses, ld_ids[:2])])
+    with pytest.raises(ValueError, match=r"ld_ids must be below 16, not 16"):
+        port.run([Read(lines(0), np.array([16], np.uint8))])
+
+
+def test_a_wrong_ld_id_is_reported():
+    """Of three logical bits the toy inverts one, in answers of both kinds."""
+    wrong = to_verilog(ToyDevice(capacity_bytes=CAPACITY, flip_ld_ids=4))
+    for operation in (Read(lines(0)), Write(lines(0), np.zeros((1, 64), np.uint8))):
+        with (
+            RtlPort(configure(), library=device_library(wrong, name="toy-ld-id")) as port,
+            pytest.raises(RuntimeError, match="has LD-ID 4, not its message's"),
+        ):
+            port.run([operation])
+    with (
+        CocotbPort(configure(), design=wrong) as port,
+        pytest.raises(RuntimeError, match="LD-ID 4 answers 0"),
+    ):
+        port.run([Read(lines(0))])
+
+
 def test_two_processes_build_once(design, tmp_path, monkeypatch):
     """Two processes that need the same library at once build it once, and both get it."""
     monkeypatch.setenv("NEARKV_CACHE", str(tmp_path))

@@ -26,7 +26,8 @@ from ..errors import NearkvError, ProtocolError, VersionError
 BAR_BASE = 0xFE00_0000_0000
 """Host addresses from here on are given to BARs."""
 MEMORY_BASE = 0x10_0000_0000
-"""Host address that the device's memory is given by its first HDM decoder."""
+"""Host address that the device's memory is given by its first HDM decoder. Where decoders stand between link
+and memory it is 0, from which the driver's addresses count."""
 _CLASS = 0x050210
 _EXTENDED_START = 0x100
 _ALL_ONES = 0xFFFFFFFF
@@ -262,7 +263,7 @@ class CxlHost:
             self.device.read_config(dvsec + pci.DEVICE_DVSEC["range1_size_high"].at) << 32
             | self.config(pci.DEVICE_DVSEC, dvsec, "range1_size_low")["size_31_28"] << 28
         )
-        self.decode(0, MEMORY_BASE, size)
+        self.decode(0, 0 if self.device.config.hdm_decoders else MEMORY_BASE, size)
         self.write(ComponentCapability.HDM, hdm.GLOBAL_CONTROL.at, hdm.GLOBAL_CONTROL.pack(enable=1))
 
     def decode(

@@ -25,6 +25,7 @@ SCRUB_PATIENCE_CYCLES = 64
 """Cycles that such a line waits for units and fabric; then it goes first."""
 
 MAX_APERTURES = 8
+LOGICAL_DEVICE_CHOICES = (1, 2, 4, 8)
 LANE_CHOICES = (32, 64, 128)
 CHANNEL_CHOICES = (1, 2, 4, 8, 16)
 RANK_CHOICES = (1, 2, 4)
@@ -130,6 +131,10 @@ class DeviceConfig:
     link : the CXL link.
     link_layer : whether messages travel in flits. `FLITS_68` needs a link at 32 GT/s that carries at most a
         flit per device cycle, `FLITS_256` one that carries at most a quarter of a flit.
+    logical_devices : logical devices, each with an LD-ID, as many of the apertures and as much of the memory
+        as the others: 1, 2, 4 or 8, so that each has 1, 2, 4 or 8 apertures; 1 with `hdm_decoders`.
+    hdm_decoders : HDM decoders between link and everything behind: 0 for none, or one of
+        `abi.hdm.COUNT_CODES`; the memory has at least 256 MiB then.
     clock_mhz : device clock, from which cycles become time; with DRAM the part's.
 
     Raises
@@ -154,6 +159,8 @@ class DeviceConfig:
     ranks: int = 1
     link: Link = Link.X8_64
     link_layer: LinkLayer = LinkLayer.OFF
+    logical_devices: int = 1
+    hdm_decoders: int = 0
     clock_mhz: int = FIXED_CLOCK_MHZ
 
     def __post_init__(self) -> None:
@@ -195,6 +202,8 @@ class DeviceConfig:
         check("clock_mhz", 1 <= self.clock_mhz <= 10_000, "must be 1 to 10,000")
         check("fabric_share", 1 <= self.fabric_share <= 15, "must be 1 to 15 sixteenths")
         self._check_link(check)
+        self._check_logical_devices(check)
+        self._check_decoders(check)
         near = self.placement is Placement.RANK
         check(
             "ranks",
@@ -228,6 +237,42 @@ class DeviceConfig:
                 "must be off where the link carries more than a quarter of a flit per device cycle; "
                 "link=x8_32 carries less at every clock from 493 MHz on, x8_64 from 1,000 MHz on",
             )
+
+    def _check_logical_devices(self, check: Callable[[str, bool, str], None]) -> None:
+        """What can be divided."""
+        count = self.logical_devices
+        check("logical_devices", count in LOGICAL_DEVICE_CHOICES, "must be 1, 2, 4 or 8")
+        each, rest = divmod(self.apertures, count)
+        check(
+            "apertures",
+            count == 1 or (rest == 0 and _is_power_of_two(each)),
+            f"must be {count} times a power of two with logical_devices={count}",
+        )
+        check(
+            "capacity_bytes",
+            self.capacity_bytes >= count * self.slices * EXTENT_BYTES,
+            f"with logical_devices={count} must be at least {count} times {self.slices} extents",
+        )
+
+    def _check_decoders(self, check: Callable[[str, bool, str], None]) -> None:
+        """What can be decoded."""
+        from .hdm import COUNT_CODES, UNIT_SHIFT
+
+        check(
+            "hdm_decoders",
+            self.hdm_decoders in (0, *COUNT_CODES),
+            f"must be 0 or one of {', '.join(map(str, COUNT_CODES))}",
+        )
+        check(
+            "hdm_decoders",
+            not self.hdm_decoders or self.logical_devices == 1,
+            "must be 0 with several logical devices, each of which would need its own",
+        )
+        check(
+            "capacity_bytes",
+            not self.hdm_decoders or self.capacity_bytes >> UNIT_SHIFT > 0,
+            f"must be at least {1 << UNIT_SHIFT}, what decoders count in, with hdm_decoders",
+        )
 
     def _check_part(self, check: Callable[[str, bool, str], None]) -> None:
         """What the DRAM part lays down."""
@@ -292,6 +337,26 @@ class DeviceConfig:
     def aperture_bytes(self) -> int:
         """Host address range of one aperture: the lower half is memory, the upper half holds the window."""
         return 2 * self.capacity_bytes
+
+    @property
+    def address_bytes(self) -> int:
+        """Addresses of the device as messages name them: those of all apertures, one behind the other."""
+        return self.apertures * self.aperture_bytes
+
+    @property
+    def logical_apertures(self) -> int:
+        """Apertures of each logical device: the first ones are those of LD-ID 0."""
+        return self.apertures // self.logical_devices
+
+    @property
+    def logical_extents(self) -> int:
+        """Extents of each logical device, the first ones those of LD-ID 0."""
+        return self.extents // self.logical_devices
+
+    def extents_of(self, aperture: int) -> range:
+        """The extents that a tenant can have: those of its logical device."""
+        first = aperture // self.logical_apertures * self.logical_extents
+        return range(first, first + self.logical_extents)
 
     def slice_of(self, address: int) -> int:
         """The slice that holds a device address."""

@@ -89,6 +89,12 @@ RAS = Block(
     *(Register(f"header_log_{n}", 0x18 + 4 * n, 32, Bits("log", 32)) for n in range(16)),
 )  # fmt: skip
 
+_CREDITS = (
+    Bits("cache_req", 10), Bits("cache_rsp", 10), Bits("cache_data", 10),
+    Bits("mem_message", 10, "of the device's messages without data: Req received, NDR sent"),
+    Bits("mem_data", 10, "of those with data: RwD received, DRS sent"),
+)  # fmt: skip
+
 LINK = Block(
     "link", 0x38,
     Register("capability", 0x00, 64,
@@ -101,9 +107,9 @@ LINK = Block(
     Register("control", 0x08, 64,
              Bits("reset", 1), Bits("init_stall", 1), Bits("credit_stall", 1),
              Bits("init_state", 2, "3: done", reset=3), Bits("buffer_consumed", 8)),
-    Register("rx_credit_control", 0x10, 64, Bits("credits", 60)),
-    Register("rx_credit_status", 0x18, 64, Bits("credits", 60)),
-    Register("tx_credit_status", 0x20, 64, Bits("credits", 60)),
+    Register("rx_credit_control", 0x10, 64, *_CREDITS, doc="places for what is received"),
+    Register("rx_credit_status", 0x18, 64, *_CREDITS, doc="credits that are to be returned"),
+    Register("tx_credit_status", 0x20, 64, *_CREDITS, doc="credits for what is sent"),
     Register("ack_timer", 0x28, 32, Bits("ack_force", 8), Bits("ack_flush", 10)),
     Register("defeature", 0x30, 32, Bits("no_mdh", 1, "no multi-data headers", access=Access.RW)),
 )  # fmt: skip

@@ -110,6 +110,13 @@ class Word(IntEnum):
     SKIP_HIGH = 6
 
 
+RESET_WORD = 0x1F0
+"""At the register port of a device, by offset / 4 and behind the capability: a write is its reset."""
+RANGE_WORD = 0x1F8
+"""There, too: the ranges of the DVSEC, of each its base and its size in units; one of size 0 decodes nothing.
+Until something is written the first one is all of the device, at host address 0."""
+
+
 def capability_of(decoders: int) -> int:
     """The capability register's value; ValueError for a number of decoders that it cannot say."""
     if decoders not in COUNT_CODES:

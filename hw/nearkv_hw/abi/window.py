@@ -2,7 +2,9 @@
 
 Host address = aperture * `DeviceConfig.aperture_bytes` + offset. Offsets below `capacity_bytes` are device
 memory (the device address is the offset); the command window starts at offset `capacity_bytes`. Everything
-else is outside.
+else is outside. With several logical devices an aperture is that of the LD-ID aperture //
+`DeviceConfig.logical_apertures`, and has that part of the memory which the LD-ID counts; any other message is
+outside.
 """
 
 from __future__ import annotations
@@ -30,6 +32,14 @@ RING_LINE = 3
 """Register line of `RING`."""
 EXTENT_COUNTERS_LINE = 4
 """Register line of `EXTENT_COUNTERS`."""
+OPTIONS_LINE = 5
+"""Register line of `OPTIONS`."""
+LINK_LAYER_COUNTERS_LINE = 6
+"""Register line of the device's `LINK_LAYER_COUNTERS`."""
+HOST_LINK_LAYER_COUNTERS_LINE = 7
+"""Register line of the host's `LINK_LAYER_COUNTERS`."""
+LINK_STATE_LINE = 8
+"""Register line of `LINK_STATE`."""
 CHANNEL_COUNTERS_LINE = 16
 """Register line of slice 0's `CHANNEL_COUNTERS`; slice s is s lines further."""
 MEMORY_COUNTERS_LINE = 32
@@ -65,6 +75,15 @@ IDENTITY = Layout(
     Field("link_layer", 8, "`LinkLayer`"),
 )
 
+OPTIONS = Layout(
+    "options",
+    LINE_BITS,
+    Field("hdm_decoders", 8, "HDM decoders between link and memory"),
+    Field("logical_devices", 8, "logical devices beyond the first"),
+)
+"""What a device has that most have not: zero in one without. Beside `IDENTITY`, so that a device without has
+nothing of it."""
+
 DEVICE_COUNTERS = Layout(
     "device counters",
     LINE_BITS,
@@ -83,6 +102,42 @@ LINK_COUNTERS = Layout(
     LINE_BITS,
     Field("unsupported", 64, "messages of an opcode that the device does not have"),
 )
+
+LINK_LAYER_COUNTERS = Layout(
+    "link layer counters",
+    LINE_BITS,
+    Field("sent", 64, "flits sent, repeated ones and those of the link layer itself included"),
+    Field("replayed", 64, "of these, flits that were sent again"),
+    Field("accepted", 64, "flits received in their sequence"),
+    Field("crc_errors", 64, "flits received with a wrong CRC"),
+    Field("retries", 64, "times that the other end was to send again, from an error to the flit asked for"),
+    Field("retrainings", 64, "times that the physical layer carried nothing; of both ends together"),
+    Field("stalled_cycles", 64, "cycles in which a message waited and there was no credit of its kind"),
+)
+"""Of one end of a link that has a link layer, since reset; zero where there is none."""
+
+LINK_STATE = Layout(
+    "link state",
+    LINE_BITS,
+    Field("opened", 1, "the link is initialised"),
+    Field("version_received", 4, "of the host's INIT.Param"),
+    Field("wrap", 8, "entries of the retry buffer, modulo which sequence numbers are counted"),
+    Field("wrap_received", 8, "of the host's INIT.Param"),
+    Field("retries_received", 5, "NUM_RETRY of the last RETRY.Req"),
+    Field("reinits_received", 5, "NUM_PHY_REINIT of the same"),
+    Field("write_pointer_received", 8, "WrPtr of the last RETRY.Ack"),
+    Field("sequence_received", 8, "echo of Eseq of the same"),
+    Field("free_received", 8, "NumFreeBuf of the same"),
+    Field("kept", 16, "flits that wait in the retry buffer for their acknowledgement"),
+    Field("tx_message", 10, "NDR that the host has given credits for, and that were not sent yet"),
+    Field("tx_data", 10, "the same of DRS"),
+    Field("rx_message", 10, "places for Req"),
+    Field("rx_data", 10, "places for RwD"),
+    Field("owed_message", 10, "places for Req that are free and whose credits were not returned yet"),
+    Field("owed_data", 10, "the same of RwD"),
+)
+"""Of the device's link layer. What INIT.Param and RETRY flits say is zero with 256-byte flits, which have
+none."""
 
 RING = Layout(
     "ring state",
@@ -151,6 +206,11 @@ QUEUE_COUNTERS = Layout(
 """Of the same controllers."""
 
 DOORBELL = Layout("doorbell", LINE_BITS, Field("tail", 32, "descriptors posted since reset, modulo 2^32"))
+
+
+def options_of(config: DeviceConfig) -> dict[str, int]:
+    """The fields of a device's `OPTIONS`."""
+    return {"hdm_decoders": config.hdm_decoders, "logical_devices": config.logical_devices - 1}
 
 
 def window_base(config: DeviceConfig, aperture: int) -> int:

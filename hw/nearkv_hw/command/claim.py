@@ -3,8 +3,9 @@
 from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
+from amaranth.utils import exact_log2
 
-from ..abi.config import MAX_APERTURES
+from ..abi.config import LOGICAL_DEVICE_CHOICES, MAX_APERTURES
 from ..abi.descriptor import CLAIM, Status
 from ..interfaces import EXTENTS_BITS, OwnerPort
 from .records import Claim
@@ -23,6 +24,7 @@ class Claimer(wiring.Component):
     slices : slices of the memory, a power of two; consecutive extents lie in consecutive slices.
     extents : extents of the device.
     apertures : tenants of the device.
+    logical_devices : each has a part of the extents, and its tenants can have no others; a power of two.
 
     Members
     -------
@@ -36,15 +38,19 @@ class Claimer(wiring.Component):
     One extent per cycle at best, a claim in each of two rounds. What the tenant owns already counts as free.
     """
 
-    def __init__(self, *, slices, extents, apertures):
+    def __init__(self, *, slices, extents, apertures, logical_devices=1):
         if slices < 1 or slices & (slices - 1):
             raise ValueError(f"slices must be a power of two, not {slices!r}")
         if extents < slices:
             raise ValueError(f"extents must be at least {slices}, not {extents!r}")
         if not isinstance(apertures, int) or not 1 <= apertures <= MAX_APERTURES:
             raise ValueError(f"apertures must be from 1 to {MAX_APERTURES}, not {apertures!r}")
+        if logical_devices not in LOGICAL_DEVICE_CHOICES or apertures % logical_devices:
+            raise ValueError(f"logical_devices must divide {apertures} apertures, not be {logical_devices!r}")
         self.slices = slices
         self.extents = extents
+        self._part_shift = exact_log2(extents // logical_devices) if logical_devices > 1 else None
+        self._tenant_shift = exact_log2(apertures // logical_devices) if logical_devices > 1 else None
         super().__init__(
             {
                 "i": In(stream.Signature(Claim)),
@@ -124,7 +130,10 @@ class Claimer(wiring.Component):
                 with m.If(self.i.valid):
                     m.next = "BOUND"
             with m.State("BOUND"):
-                with m.If((end > self.extents) | (claim.extent_count == 0)):
+                beyond = (end > self.extents) | (claim.extent_count == 0)
+                if self._part_shift is not None:
+                    beyond |= self._of_another(claim, end)
+                with m.If(beyond):
                     m.d.sync += result.status.eq(Status.BAD_EXTENT)
                     m.next = "END"
                 with m.Else():
@@ -169,3 +178,8 @@ class Claimer(wiring.Component):
                 with m.If(self.o.ready):
                     m.next = "START"
         return m
+
+    def _of_another(self, claim, end):
+        """Whether a claim reaches into the extents of another logical device than its tenant's."""
+        own, shift = claim.tenant >> self._tenant_shift, self._part_shift
+        return (claim.first_extent >> shift != own) | ((end - 1)[: len(end)] >> shift != own)

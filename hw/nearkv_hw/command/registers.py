@@ -5,7 +5,7 @@ from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi import ABI_VERSION, DeviceConfig
-from ..abi.config import EXTENT_SHIFT
+from ..abi.config import EXTENT_SHIFT, LinkLayer
 from ..abi.lines import LINE_BITS
 from ..abi.numerics import CONTRACT_VERSION
 from ..abi.window import (
@@ -15,17 +15,25 @@ from ..abi.window import (
     DEVICE_COUNTERS_LINE,
     EXTENT_COUNTERS,
     EXTENT_COUNTERS_LINE,
+    HOST_LINK_LAYER_COUNTERS_LINE,
     IDENTITY,
     IDENTITY_LINE,
     LINK_COUNTERS,
     LINK_COUNTERS_LINE,
+    LINK_LAYER_COUNTERS,
+    LINK_LAYER_COUNTERS_LINE,
+    LINK_STATE,
+    LINK_STATE_LINE,
     MAGIC,
     MEMORY_COUNTERS,
     MEMORY_COUNTERS_LINE,
+    OPTIONS,
+    OPTIONS_LINE,
     QUEUE_COUNTERS,
     QUEUE_COUNTERS_LINE,
     RING,
     RING_LINE,
+    options_of,
 )
 from ..features import FEATURES
 from ..interfaces import EXTENTS_BITS, TENANT_BITS
@@ -33,6 +41,16 @@ from ..structs import layout_of
 
 REGISTER_BITS = 6
 """Register lines that can be told apart: the last slice's counters are below 64."""
+
+
+def link_layer_members(config):
+    """Members of a design that is told of the link layer; none where there is no such."""
+    if config.link_layer is LinkLayer.OFF:
+        return {}
+    return {
+        "link_layers": In(layout_of(LINK_LAYER_COUNTERS)).array(2),
+        "link_state": In(layout_of(LINK_STATE)),
+    }
 
 
 class Registers(wiring.Component):
@@ -53,6 +71,8 @@ class Registers(wiring.Component):
         is behind each slice.
     rings : In(RING).array(apertures) : state of each aperture's ring.
     quotas, holdings : In(EXTENTS_BITS).array(apertures) : extents that each tenant may own, and does own.
+    link_layers : In(LINK_LAYER_COUNTERS) x 2, link_state : In(LINK_STATE) : with a link layer, counters of
+        the device's end and of the host's, and the state of the device's.
 
     A line is read in one cycle, so that its counters belong together.
     """
@@ -78,6 +98,7 @@ class Registers(wiring.Component):
                 "rings": In(layout_of(RING)).array(config.apertures),
                 "quotas": In(EXTENTS_BITS).array(config.apertures),
                 "holdings": In(EXTENTS_BITS).array(config.apertures),
+                **link_layer_members(config),
             }
         )
 
@@ -107,6 +128,17 @@ class Registers(wiring.Component):
                     m.d.sync += held.eq(self.link)
                 with m.Case(EXTENT_COUNTERS_LINE):
                     m.d.sync += held.eq(extents)
+                if options := OPTIONS.pack(options_of(self.config)):
+                    with m.Case(OPTIONS_LINE):
+                        m.d.sync += held.eq(options)
+                if self.config.link_layer is not LinkLayer.OFF:
+                    for line, told in (
+                        (LINK_LAYER_COUNTERS_LINE, self.link_layers[0]),
+                        (HOST_LINK_LAYER_COUNTERS_LINE, self.link_layers[1]),
+                        (LINK_STATE_LINE, self.link_state),
+                    ):
+                        with m.Case(line):
+                            m.d.sync += held.eq(told)
                 with m.Case(RING_LINE):
                     m.d.sync += held.eq(ring)
                 for first, slices in (

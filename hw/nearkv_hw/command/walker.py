@@ -135,7 +135,10 @@ class Walker(wiring.Component):
         m.submodules.planner = planner = Planner(candidates=self.candidates)
         m.submodules.admit = admit = Admit(queries=config.queries)
         m.submodules.claimer = claimer = Claimer(
-            slices=config.slices, extents=config.extents, apertures=config.apertures
+            slices=config.slices,
+            extents=config.extents,
+            apertures=config.apertures,
+            logical_devices=config.logical_devices,
         )
         for n in range(config.apertures):
             m.d.comb += [

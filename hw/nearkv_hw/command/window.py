@@ -6,6 +6,7 @@ from amaranth.lib.wiring import In, Out
 from amaranth.utils import ceil_log2
 
 from ..abi import DeviceConfig
+from ..abi.config import LinkLayer
 from ..abi.descriptor import COMPLETION, COMPLETION_BYTES, DESCRIPTOR_BYTES
 from ..abi.lines import LINE_BITS, LINE_BYTES
 from ..abi.owner import OWNER_OFFSET
@@ -26,7 +27,7 @@ from ..interfaces import EXTENTS_BITS, REQUEST_ID_BITS, FabricPort, Refusal
 from ..structs import layout_of
 from .owner import OWNER_LINES, OwnerPage
 from .records import Completed, Posted
-from .registers import REGISTER_BITS, Registers
+from .registers import REGISTER_BITS, Registers, link_layer_members
 from .turns import Turns
 
 _OWNER_LINE = OWNER_OFFSET // LINE_BYTES
@@ -64,6 +65,7 @@ class CommandWindow(wiring.Component):
         of a tenant are not looked at.
     quotas, holdings : Out, In(EXTENTS_BITS).array(apertures) : extents that each tenant may own, and does.
     reports, lost, forget : In(stream(Refusal)), In, Out(1) : violations, as of `OwnerPage`.
+    link_layers, link_state : In : with a link layer, as of `Registers`.
     channels, memories, queues : In(CHANNEL_COUNTERS | MEMORY_COUNTERS | QUEUE_COUNTERS).array(slices) : those
         of the slices of memory.
 
@@ -102,6 +104,7 @@ class CommandWindow(wiring.Component):
                 "reports": In(stream.Signature(Refusal)),
                 "lost": In(8),
                 "forget": Out(1),
+                **link_layer_members(config),
             }
         )
 
@@ -136,6 +139,14 @@ class CommandWindow(wiring.Component):
             registers.device.errors.eq(errors),
         ]
         m.d.comb += [registers.link.eq(self.link), registers.extents.eq(self.extents)]
+        if self.config.link_layer is not LinkLayer.OFF:
+            m.d.comb += [
+                registers.link_state.eq(self.link_state),
+                *(
+                    theirs.eq(ours)
+                    for theirs, ours in zip(registers.link_layers, self.link_layers, strict=True)
+                ),
+            ]
         for name in ("channels", "memories", "queues"):
             for theirs, given in zip(getattr(registers, name), getattr(self, name), strict=True):
                 m.d.comb += theirs.eq(given)

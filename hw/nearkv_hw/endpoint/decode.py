@@ -6,6 +6,7 @@ from amaranth.lib.wiring import In, Out
 from amaranth.utils import exact_log2
 
 from ..abi import DeviceConfig, cxl, window
+from ..abi.config import EXTENT_BYTES
 from ..abi.lines import LINE_BYTES, LINE_SHIFT
 from ..abi.owner import OWNER_BYTES, OWNER_OFFSET
 from ..interfaces import LINE_ADDRESS_BITS, REQUEST_ID_BITS, TENANT_BITS
@@ -65,6 +66,9 @@ class Decoder(wiring.Component):
     is answered so that the host does not wait for ever: a request that reads with MemData-NXM, any other with
     Cmp.
 
+    With several logical devices a message must have its aperture's LD-ID, and an address in memory must be in
+    that logical device's part; else it leads nowhere.
+
     Parameters
     ----------
     config : the device's configuration.
@@ -105,9 +109,13 @@ class Decoder(wiring.Component):
         bits = (self.config.capacity_bytes - 1).bit_length() - LINE_SHIFT
         offset, upper, aperture = message.address[:bits], message.address[bits], message.address[bits + 1 :]
         exists, in_memory, in_window, of_page = Signal(), Signal(), Signal(), Signal()
+        there, of_memory = aperture < self.config.apertures, ~upper
+        if self.config.logical_devices > 1:
+            ours, of_part = self._of_logical_device(message, aperture, offset)
+            there, of_memory = there & ours, of_memory & of_part
         m.d.comb += [
-            exists.eq(aperture < self.config.apertures),
-            in_memory.eq(exists & ~upper),
+            exists.eq(there),
+            in_memory.eq(exists & of_memory),
             of_page.eq((offset[_PAGE_SHIFT:] == _WINDOW_LINES >> _PAGE_SHIFT) & ~aperture.any()),
             in_window.eq(exists & upper & ((offset < _WINDOW_LINES) | of_page)),
         ]
@@ -143,3 +151,9 @@ class Decoder(wiring.Component):
             self.unsupported.eq(passes & ~reads & ~writes & ~req_is(cxl.NO_OPERATIONS)),
         ]
         return m
+
+    def _of_logical_device(self, message, aperture, offset):
+        """Whether a message has its aperture's LD-ID, and whether the offset is in that one's memory."""
+        ld_id = message.id[cxl.TAG_BITS :]
+        part = exact_log2(self.config.logical_extents * EXTENT_BYTES // LINE_BYTES)
+        return ld_id == aperture >> exact_log2(self.config.logical_apertures), offset[part:] == ld_id

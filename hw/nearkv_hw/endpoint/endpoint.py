@@ -13,16 +13,30 @@ from ..abi.dram import PARTS, Dram
 from ..abi.link import lines_per_cycle, ports, tokens
 from ..common.trees import reduce_tree
 from ..interfaces import DevLoad, FabricPort
+from .hdm.address_map import AddressMap
+from .hdm.decoders import WORD_BITS, RegisterWrite
 from .merge import Merge
 from .messages import DRS, NDR, REQ, RWD
 from .pace import Pace
-from .port import EVENTS, Port
+from .port import EVENTS, Port, request_cycles
+from .translation import Translation
 
 _OVERHEAD_CYCLES = 12
 """From a message's arrival to its answer's departure, at most, on an idle device without memory latency."""
 
 _QUEUED_CYCLES = 32
 """What a read of DRAM waits in the controller's queues while others are served."""
+
+
+def decoder_registers(config):
+    """Members of a design with the decoders' registers; none where the device has no decoders."""
+    if not config.hdm_decoders:
+        return {}
+    return {
+        "decoder_write": In(stream.Signature(RegisterWrite)),
+        "decoder_read_word": In(WORD_BITS),
+        "decoder_read_data": Out(32),
+    }
 
 
 class Endpoint(wiring.Component):
@@ -52,13 +66,15 @@ class Endpoint(wiring.Component):
     loads : In(DevLoad) x slices : of each slice of the memory, with the attention work there. The most loaded
         one is what the answers' DevLoad tells, or the port's own room if that is scarcer (`Answers`).
     link_reads, link_writes, outside_reads, outside_writes, unsupported : Out(64) : as in `abi.window`.
+    decoder_write, decoder_read_word, decoder_read_data : with `config.hdm_decoders`, the registers of the
+        decoders between the messages and all that is behind, as `write`, `read_word` and `read_data` of
+        `AddressMap`.
 
     Latency is `request_cycles` from a message to its request and `answer_cycles` from an answer to its
     message, on an idle link; with several ports accesses to the window take `Merge.latency_cycles` more each
     way. Throughput is the link's, and one message per cycle and port at most.
     """
 
-    request_cycles = Port.request_cycles
     answer_cycles = Port.answer_cycles
 
     def __init__(self, *, config):
@@ -66,6 +82,7 @@ class Endpoint(wiring.Component):
             raise TypeError(f"config must be a DeviceConfig, not {config!r}")
         self.config = config
         self.ports = count = ports(config.link, config.clock_mhz)
+        self.request_cycles = request_cycles(config)
         super().__init__(
             {
                 "m2s_req": In(stream.Signature(REQ)).array(count),
@@ -76,6 +93,7 @@ class Endpoint(wiring.Component):
                 "window": Out(FabricPort()),
                 "loads": In(DevLoad).array(config.slices),
                 **dict.fromkeys(EVENTS, Out(64)),
+                **decoder_registers(config),
             }
         )
 
@@ -84,7 +102,8 @@ class Endpoint(wiring.Component):
         """Req messages, and as many RwD, under way at most, at each port."""
         rate = lines_per_cycle(self.config.link, self.config.clock_mhz)
         latency_cycles, pause_cycles = _memory_cycles(self.config)
-        round_trip = latency_cycles + _OVERHEAD_CYCLES
+        translation_cycles = Translation.latency_cycles if self.config.hdm_decoders else 0
+        round_trip = latency_cycles + _OVERHEAD_CYCLES + translation_cycles
         return max(32, ceil(min(1, rate) * round_trip * 3 / 2 + rate / self.ports * pause_cycles))
 
     def elaborate(self, platform):
@@ -98,6 +117,8 @@ class Endpoint(wiring.Component):
                 wiring.connect(m, wiring.flipped(getattr(self, name)[i]), getattr(port, name))
             wiring.connect(m, port.window, merge.masters[i])
         self._keep_pace(m, members)
+        if self.config.hdm_decoders:
+            self._decode(m, members)
         load = Signal(DevLoad)
         highest = reduce_tree([each.as_value() for each in self.loads], lambda a, b: Mux(a > b, a, b))
         m.d.sync += load.as_value().eq(highest)
@@ -109,6 +130,18 @@ class Endpoint(wiring.Component):
             with m.If(happened.any()):
                 m.d.sync += counter.eq(counter + reduce_tree(happened, add))
         return m
+
+    def _decode(self, m, members):
+        """One set of decoders for all ports."""
+        m.submodules.map = addresses = AddressMap(config=self.config, lookups=self.ports)
+        wiring.connect(m, wiring.flipped(self.decoder_write), addresses.write)
+        m.d.comb += [
+            addresses.read_word.eq(self.decoder_read_word),
+            self.decoder_read_data.eq(addresses.read_data),
+        ]
+        for port, asked, found in zip(members, addresses.i, addresses.o, strict=True):
+            wiring.connect(m, port.asked, asked)
+            wiring.connect(m, found, port.found)
 
     def _keep_pace(self, m, members):
         """Open both directions as the link carries; behind a link layer the flits keep the pace."""

@@ -11,10 +11,20 @@ from ..interfaces import DevLoad, FabricPort
 from .answers import MIN_OUTSTANDING, Answers, OwnAnswer
 from .arrivals import Arrivals, Content
 from .decode import Access, Decoder
+from .hdm.translate import LINE_BITS, Translated
 from .messages import DRS, NDR, REQ, RWD
+from .translation import Translation
 
 EVENTS = ("link_reads", "link_writes", "outside_reads", "outside_writes", "unsupported")
 """What a port tells of messages, each as the counter of this name in `abi.window` counts."""
+_CONTENTS = 4
+"""What messages with data bring, between their arrival and their access."""
+
+
+def request_cycles(config):
+    """From a message to its request."""
+    translation = Translation.latency_cycles if config.hdm_decoders else 0
+    return Arrivals.latency_cycles + translation + Buffer.latency_cycles
 
 
 class Port(wiring.Component):
@@ -52,12 +62,13 @@ class Port(wiring.Component):
     load : In(DevLoad) : of the memory; answers say it, or the port's own if that is larger (`Answers`).
     link_reads, link_writes, outside_reads, outside_writes, unsupported : Out(1) : a message passes that the
         counter of this name counts.
+    asked, found : with `config.hdm_decoders`, to the decoders and back, as of `Translation`: what messages
+        name are host addresses then, and what no decoder has is no memory and no window.
 
     Latency is `request_cycles` from a message to its request and `answer_cycles` from an answer to its
     message. Throughput is one message per cycle in all.
     """
 
-    request_cycles = Arrivals.latency_cycles + Buffer.latency_cycles
     answer_cycles = Answers.latency_cycles
 
     def __init__(self, *, config, outstanding):
@@ -69,6 +80,11 @@ class Port(wiring.Component):
             )
         self.config = config
         self.outstanding = outstanding
+        self.request_cycles = request_cycles(config)
+        lookup = {
+            "asked": Out(stream.Signature(LINE_BITS, always_ready=True)),
+            "found": In(stream.Signature(Translated, always_ready=True)),
+        }
         super().__init__(
             {
                 "m2s_req": In(stream.Signature(REQ)),
@@ -81,12 +97,15 @@ class Port(wiring.Component):
                 "window": Out(FabricPort()),
                 "load": In(DevLoad),
                 **dict.fromkeys(EVENTS, Out(1)),
+                **(lookup if config.hdm_decoders else {}),
             }
         )
 
     def elaborate(self, platform):
         m = Module()
-        m.submodules.arrivals = arrivals = Arrivals(content_depth=4)
+        translated = bool(self.config.hdm_decoders)
+        depth = _CONTENTS + (Translation.depth if translated else 0)
+        m.submodules.arrivals = arrivals = Arrivals(content_depth=depth)
         m.submodules.decoder = decoder = Decoder(config=self.config)
         m.submodules.accesses = accesses = Buffer(shape=Access)
         m.submodules.own = own = Buffer(shape=OwnAnswer)
@@ -100,7 +119,14 @@ class Port(wiring.Component):
             (self.window.response, answers.window),
         ):
             wiring.connect(m, wiring.flipped(outer), inner)
-        wiring.connect(m, arrivals.messages, decoder.i)
+        if translated:
+            m.submodules.translation = translation = Translation()
+            wiring.connect(m, arrivals.messages, translation.i)
+            wiring.connect(m, translation.asked, wiring.flipped(self.asked))
+            wiring.connect(m, wiring.flipped(self.found), translation.found)
+            wiring.connect(m, translation.o, decoder.i)
+        else:
+            wiring.connect(m, arrivals.messages, decoder.i)
         wiring.connect(m, decoder.o, accesses.i)
         wiring.connect(m, own.o, answers.own)
         m.d.comb += [

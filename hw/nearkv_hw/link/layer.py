@@ -5,6 +5,8 @@ from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ..abi.flits import TIMEOUT_FLITS, Retry, Side
+from ..abi.window import LINK_STATE
+from ..structs import layout_of
 from .credits import CreditReturn
 from .packer import CREDIT_OF, SENT, Packer
 from .receiver import WIRE_BITS, Receiver
@@ -21,6 +23,14 @@ def message_ports(side):
         **{f"m2s_{name}": down(stream.Signature(shape)) for name, shape in SENT[Side.HOST].items()},
         **{f"s2m_{name}": up(stream.Signature(shape)) for name, shape in SENT[Side.DEVICE].items()},
     }
+
+
+def tell_credits(m, status, packer, places, sent, returns):
+    """The credits of a link layer: those left of the kinds that it sends, and those that it owes by kind."""
+    for field, name in zip(("tx_message", "tx_data"), sent, strict=True):
+        m.d.comb += status[field].eq(getattr(packer, f"{name}_left"))
+    for field, (name, back) in zip(("message", "data"), returns.items(), strict=True):
+        m.d.comb += [status[f"rx_{field}"].eq(places[name]), status[f"owed_{field}"].eq(back.owed)]
 
 
 class LinkLayer(wiring.Component):
@@ -53,6 +63,8 @@ class LinkLayer(wiring.Component):
     sent, replayed, accepted, crc_error : Out(1) : a flit was chosen to be sent, one out of the retry buffer,
         a flit was accepted in sequence, a flit had a wrong CRC.
     malformed, unexpected, overflow : Out(1) : set where the other end broke a rule, until reset.
+    stalled : Out(1) : a message waits, and there is no credit of its kind.
+    status : Out(LINK_STATE) : as in `abi.window`, of this end.
 
     Latency is `latency_cycles` from a message without data at one end to the same at the other, with a wire
     between them that takes no time; `data_latency_cycles` with data, if all of it goes in two flits.
@@ -86,6 +98,8 @@ class LinkLayer(wiring.Component):
                 "open": Out(1),
                 **dict.fromkeys(EVENTS, Out(1)),
                 **dict.fromkeys(("malformed", "unexpected", "overflow"), Out(1)),
+                "stalled": Out(1),
+                "status": Out(layout_of(LINK_STATE)),
             }
         )
 
@@ -108,7 +122,7 @@ class LinkLayer(wiring.Component):
         wiring.connect(m, wiring.flipped(self.rx), receiver.rx)
         wiring.connect(m, receiver.flit, unpacker.i)
         wiring.connect(m, receiver.request, transmitter.request)
-        owed = []
+        owed, returns = [], {}
         for name in received:
             back = m.submodules[f"{name}_returns"] = CreditReturn(places=unpacker.places[name])
             m.d.comb += [
@@ -117,6 +131,7 @@ class LinkLayer(wiring.Component):
                 transmitter.owed[CREDIT_OF[name]].eq(back.code),
             ]
             owed.append(back.some)
+            returns[name] = back
         m.d.comb += [
             transmitter.some_owed.eq(owed[0] | owed[1]),
             packer.credits.eq(receiver.credits),
@@ -148,6 +163,19 @@ class LinkLayer(wiring.Component):
             self.crc_error.eq(receiver.crc_error),
             self.overflow.eq(unpacker.overflow),
         ]
+        heard = receiver.heard
+        m.d.comb += [
+            self.stalled.eq(packer.stalled),
+            self.status.opened.eq(receiver.open),
+            self.status.wrap.eq(self.entries),
+            self.status.kept.eq(transmitter.kept),
+            self.status.write_pointer_received.eq(heard.write),
+            *(
+                self.status[f"{name}_received"].eq(heard[name])
+                for name in ("version", "wrap", "retries", "reinits", "sequence", "free")
+            ),
+        ]
+        tell_credits(m, self.status, packer, unpacker.places, sent, returns)
         for name in ("malformed", "unexpected"):
             with m.If(getattr(receiver, name)):
                 m.d.sync += getattr(self, name).eq(1)

@@ -6,8 +6,10 @@ from amaranth.lib.wiring import In, Out
 
 from ..abi.flits import Retry, Side
 from ..abi.flits256 import BEATS, CREDIT_CODES, kinds
+from ..abi.window import LINK_STATE
+from ..structs import layout_of
 from .credits import CreditReturn
-from .layer import EVENTS, message_ports
+from .layer import EVENTS, message_ports, tell_credits
 from .packer import CREDIT_OF
 from .packer256 import Packer256
 from .replay import BEAT_WIRE_BITS, TIMEOUT_CYCLES, Replay, check_retry
@@ -36,6 +38,7 @@ class LinkLayer256(wiring.Component):
     phy_up, retrain, state : as in `Replay`.
     sent, replayed, accepted, crc_error : Out(1) : as in `Replay`.
     malformed, unexpected, overflow : Out(1) : set where the other end broke a rule, until reset.
+    stalled, status : as in `LinkLayer`; of status what INIT.Param and RETRY flits say is zero.
 
     Latency is `latency_cycles` from a message without data at one end to the same at the other, with a wire
     between them that takes no time and a flit that begins with it; `data_latency_cycles` with data, if all of
@@ -69,6 +72,8 @@ class LinkLayer256(wiring.Component):
                 "state": Out(Retry),
                 **dict.fromkeys(EVENTS, Out(1)),
                 **dict.fromkeys(("malformed", "unexpected", "overflow"), Out(1)),
+                "stalled": Out(1),
+                "status": Out(layout_of(LINK_STATE)),
             }
         )
 
@@ -86,7 +91,7 @@ class LinkLayer256(wiring.Component):
         wiring.connect(m, replay.o, unpacker.i)
         wiring.connect(m, wiring.flipped(self.tx), replay.tx)
         wiring.connect(m, wiring.flipped(self.rx), replay.rx)
-        owed = []
+        owed, returns = [], {}
         for name in kinds(unpacker.sender):
             back = m.submodules[f"{name}_returns"] = CreditReturn(
                 places=unpacker.places[name], codes=CREDIT_CODES[name], idle=0
@@ -97,6 +102,7 @@ class LinkLayer256(wiring.Component):
                 packer.owed[CREDIT_OF[name]].eq(back.code),
             ]
             owed.append(back.some)
+            returns[name] = back
         m.d.comb += [
             packer.some_owed.eq(owed[0] | owed[1]),
             packer.credits.eq(unpacker.credits),
@@ -105,6 +111,12 @@ class LinkLayer256(wiring.Component):
             self.overflow.eq(unpacker.overflow),
             *(getattr(self, name).eq(getattr(replay, name)) for name in ("retrain", "state", *EVENTS)),
         ]
+        m.d.comb += [
+            self.stalled.eq(packer.stalled),
+            self.status.opened.eq(1),
+            self.status.kept.eq(replay.kept),
+        ]
+        tell_credits(m, self.status, packer, unpacker.places, kinds(self.side), returns)
         with m.If(replay.unexpected):
             m.d.sync += self.unexpected.eq(1)
         return m

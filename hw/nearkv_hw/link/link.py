@@ -8,6 +8,8 @@ from amaranth.lib.wiring import In, Out
 
 from ..abi.flits import Retry, Side
 from ..abi.flits256 import BEATS
+from ..abi.window import LINK_STATE
+from ..structs import layout_of
 from .layer import EVENTS, LinkLayer
 from .layer256 import LinkLayer256
 from .packer import SENT
@@ -16,6 +18,7 @@ from .wire import NOISE, Wire
 
 RETRAIN_CYCLES = 64
 """Cycles in which a physical layer that retrains carries nothing."""
+_TOLD = ("state", "stalled")
 KINDS = tuple(f"m2s_{name}" for name in SENT[Side.HOST]) + tuple(f"s2m_{name}" for name in SENT[Side.DEVICE])
 LAYERS = {
     68: (LinkLayer, 1, {}),
@@ -40,7 +43,8 @@ class Link(wiring.Component):
     device_m2s_req, device_m2s_rwd : Out(stream), device_s2m_ndr, device_s2m_drs : In(stream) : the device's.
     noise : In(NOISE) x 2 : of the wire to the device, and of the one to the host; for every flit of 68 bytes,
         every beat of 256.
-    {side}_{event} : Out(1) : as in `LinkLayer`. {side}_state : Out(Retry).
+    {side}_{event} : Out(1) : as in `LinkLayer`. {side}_state : Out(Retry), {side}_stalled : Out(1).
+    device_status : Out(LINK_STATE) : of the device's end.
     {side}_viral : In(1), {side}_viral_ld : In(16), {side}_remote_viral, {side}_remote_viral_ld : as there;
         with flits of 68 bytes alone.
     passed : Out(2) : a flit, or a beat, goes onto the wire to the device, to the host.
@@ -71,7 +75,7 @@ class Link(wiring.Component):
             for kind, shape in SENT[Side.DEVICE].items():
                 members[f"{name}_s2m_{kind}"] = up(stream.Signature(shape))
             members |= {f"{name}_{event}": Out(1) for event in EVENTS}
-            members |= {f"{name}_state": Out(Retry)}
+            members |= {f"{name}_state": Out(Retry), f"{name}_stalled": Out(1)}
             if flit_bytes == 68:
                 members |= {
                     f"{name}_viral": In(1),
@@ -79,9 +83,14 @@ class Link(wiring.Component):
                     f"{name}_remote_viral": Out(1),
                     f"{name}_remote_viral_ld": Out(16),
                 }
-        super().__init__(
-            {**members, "noise": In(NOISE).array(2), "passed": Out(2), "broken": Out(1), "up": Out(1)}
-        )
+        members |= {
+            "device_status": Out(layout_of(LINK_STATE)),
+            "noise": In(NOISE).array(2),
+            "passed": Out(2),
+            "broken": Out(1),
+            "up": Out(1),
+        }
+        super().__init__(members)
 
     def elaborate(self, platform):
         m = Module()
@@ -89,12 +98,13 @@ class Link(wiring.Component):
         to_device, to_host = (Wire(**self._wire) for _ in range(2))
         m.submodules.host, m.submodules.device = host, device
         m.submodules.to_device, m.submodules.to_host = to_device, to_host
+        m.d.comb += self.device_status.eq(device.status)
         for side, layer in ((Side.HOST, host), (Side.DEVICE, device)):
             name = side.name.lower()
             for kind in KINDS:
                 wiring.connect(m, wiring.flipped(getattr(self, f"{name}_{kind}")), getattr(layer, kind))
             m.d.comb += [
-                *(getattr(self, f"{name}_{told}").eq(getattr(layer, told)) for told in (*EVENTS, "state")),
+                *(getattr(self, f"{name}_{told}").eq(getattr(layer, told)) for told in (*EVENTS, *_TOLD)),
                 layer.phy_up.eq(self.up),
             ]
             if self.flit_bytes == 68:

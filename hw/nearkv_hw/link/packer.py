@@ -20,7 +20,7 @@ from ..abi.flits import (
 )
 from ..endpoint.messages import DRS, NDR, REQ, RWD
 from ..structs import layout_of
-from .credits import CreditPool
+from .credits import CreditPool, credit_members, told_of
 from .lanes import LaneQueue
 from .lines import Chunks
 from .slots import put
@@ -67,6 +67,7 @@ class Packer(wiring.Component):
     take : In(1) : the next flit is sent. Only with `wants`.
     flit : Out(512) : the flit taken `latency_cycles` ago, without ak and credits.
     all_data : Out(1) : that flit has no header.
+    {kind}_left : Out, stalled : Out(1) : as in `credits.told_of`.
 
     Throughput is a flit per cycle, and a message of each kind per cycle from its stream.
     """
@@ -92,6 +93,7 @@ class Packer(wiring.Component):
                 "take": In(1),
                 "flit": Out(FLIT_BITS),
                 "all_data": Out(1),
+                **credit_members(SENT[side]),
             }
         )
 
@@ -120,6 +122,7 @@ class Packer(wiring.Component):
         ]
         with m.If(self.take):
             m.d.sync += pending.eq(later)
+        told_of(m, self, queues)
         for name, (queue, pool) in queues.items():
             pops = Mux(self.take & ~all_data, choice.pops[name], 0)
             m.d.comb += [queue.pop.eq(pops), pool.spent.eq(pops)]

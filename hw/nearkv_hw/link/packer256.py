@@ -26,7 +26,7 @@ from ..abi.flits256 import (
 )
 from ..common.buffer import Buffer
 from ..common.trees import reduce_tree
-from .credits import CreditPool
+from .credits import CreditPool, credit_members, told_of
 from .lanes import LaneQueue
 from .lines import Chunks
 from .packer import CREDIT_OF, SENT
@@ -65,6 +65,7 @@ class Packer256(wiring.Component):
     owed : In(CREDITS_256) : the fields that return the most. some_owed : In(1) : there are credits.
     credits_taken : Out(1) : they are in this flit.
     o : Out(stream(512)) : beats, four for a flit; the physical layer's header, CRC and FEC are zero.
+    {kind}_left : Out, stalled : Out(1) : as in `credits.told_of`.
 
     Latency is `latency_cycles` from a message to `o`, where a flit begins with it. Throughput is a beat per
     cycle, and a message of each kind per cycle from its stream.
@@ -87,6 +88,7 @@ class Packer256(wiring.Component):
                 "some_owed": In(1),
                 "credits_taken": Out(1),
                 "o": Out(stream.Signature(BEAT_BITS)),
+                **credit_members(SENT[side]),
             }
         )
 
@@ -123,6 +125,7 @@ class Packer256(wiring.Component):
         with m.If(go):
             m.d.sync += [beat.eq(beat + 1), pending.eq(pending + choice.h_added + choice.g_added - count)]
         choice.step(m, go)
+        told_of(m, self, queues)
         for name, (queue, pool) in queues.items():
             pops = Mux(go, choice.pops[name], 0)
             m.d.comb += [queue.pop.eq(pops), pool.spent.eq(pops)]

@@ -42,6 +42,11 @@ PLAN = ("position", "count", "ends", "whole", "enables", "enables_at")
 TAKEN = data.StructLayout({"flit": FLIT_BITS, "all_data": 1, **{name: JOINED[name].shape for name in PLAN}})
 """A protocol or all-data flit that was accepted."""
 REQUEST = data.StructLayout({"sequence": 8, "retries": 5})
+HEARD = data.StructLayout(
+    {"version": 4, "wrap": 8, "retries": 5, "reinits": 5, "write": 8, "sequence": 8, "free": 8}
+)
+"""Version and wrap of INIT.Param, retries and reinits of the last RETRY.Req, the rest of the last
+RETRY.Ack."""
 OPENING = data.StructLayout({"sequence": 8, "retries": 5, "reinits": 5})
 
 
@@ -74,6 +79,7 @@ class Receiver(wiring.Component):
     state : Out(Retry) : of the local retry. asks : Out(OPENING) : what a RETRY.Req says.
     alive : Out(1) : a good flit was seen. open : Out(1) : INIT.Param was.
     retrain : Out(1) : the physical layer shall retrain; until it does.
+    heard : Out(HEARD) : what the other end's control flits said.
     viral : Out(1), viral_ld : Out(16) : the other end is viral.
     crc_error, malformed, unexpected : Out(1) : a flit with a wrong CRC, one against the rules, a RETRY.Ack
         that nobody waits for.
@@ -105,6 +111,7 @@ class Receiver(wiring.Component):
                 "alive": Out(1),
                 "open": Out(1),
                 "retrain": Out(1),
+                "heard": Out(HEARD),
                 "viral": Out(1),
                 "viral_ld": Out(16),
                 "crc_error": Out(1),
@@ -293,8 +300,14 @@ class Receiver(wiring.Component):
                 retries.eq(0),
                 reinits.eq(0),
             ]
+        heard = self.heard
         with m.If(first):
             m.d.sync += [wrap.eq(param.wrap), self.open.eq(1)]
+            m.d.sync += [heard.version.eq(param.version), heard.wrap.eq(param.wrap)]
+        with m.If(framed & seen["ask"]):
+            m.d.sync += [heard.retries.eq(ask.retries), heard.reinits.eq(ask.reinits)]
+        with m.If(framed & seen["answer"]):
+            m.d.sync += [getattr(heard, name).eq(answer[name]) for name in ("write", "sequence", "free")]
 
         # Data: what is owed, and where the chunks of this flit belong.
         rollover = Cat(pending > n for n in range(SLOTS - 1))

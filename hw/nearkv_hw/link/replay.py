@@ -61,6 +61,7 @@ class Replay(wiring.Component):
     sent, replayed, accepted, crc_error : Out(1) : a flit is sent, one out of the buffer, one was accepted in
         sequence, one was damaged.
     unexpected : Out(1) : a flit was acknowledged that was not sent.
+    kept : Out : flits in the buffer.
 
     Latency is `latency_cycles` from a beat to the wire, and `receive_cycles` from a flit's last beat to its
     first at `o`. Throughput is a beat per cycle.
@@ -83,6 +84,7 @@ class Replay(wiring.Component):
                 "retrain": Out(1),
                 "state": Out(Retry),
                 **dict.fromkeys(("sent", "replayed", "accepted", "crc_error", "unexpected"), Out(1)),
+                "kept": Out(SEQUENCE_BITS),
             }
         )
 
@@ -195,7 +197,7 @@ class Replay(wiring.Component):
         # The flit that begins.
         nak, replay, empty, new, ack = (Signal(name=n) for n in ("nak", "replay", "empty", "new", "ack"))
         kept = Signal(SEQUENCE_BITS)
-        m.d.comb += kept.eq(write - base)
+        m.d.comb += [kept.eq(write - base), self.kept.eq(kept)]
         with m.If(told["nak_due"]):
             m.d.comb += nak.eq(1)
         with m.Elif(replaying & (read != write)):

@@ -77,6 +77,7 @@ class Transmitter(wiring.Component):
         RETRY.Ack that follows is what tells of it.
     wants, rolls, rolls_after, take, data_allowed, flit, all_data : the packer's.
     sent : Out(1) : a flit is chosen.  replayed : Out(1) : one from the retry buffer.
+    kept : Out(8) : flits in the retry buffer.
 
     Latency is `latency_cycles` from the choice to `tx`. Throughput is a flit per cycle.
     """
@@ -114,6 +115,7 @@ class Transmitter(wiring.Component):
                 "all_data": In(1),
                 "sent": Out(1),
                 "replayed": Out(1),
+                "kept": Out(8),
             }
         )
 
@@ -241,6 +243,7 @@ class Transmitter(wiring.Component):
             self.take.eq(new),
             self.sent.eq(any_sent),
             self.replayed.eq(replay),
+            self.kept.eq(entries - free),
         ]
         return {
             "sent": any_sent,

@@ -18,8 +18,8 @@ from typing import Any
 
 import cocotb
 import numpy as np
-from cocotb.triggers import Event, SimTimeoutError, with_timeout
-from nearkv_hw.abi import configure
+from cocotb.triggers import Event, RisingEdge, SimTimeoutError, with_timeout
+from nearkv_hw.abi import DeviceConfig, configure
 from nearkv_hw.abi.bits import Layout
 from nearkv_hw.abi.cxl import (
     M2S_REQ,
@@ -37,8 +37,9 @@ from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 
 from .. import wire
 from ..dram import inject
-from ..messages import DRS_DATA, RWD_DATA, RWD_ENABLE
+from ..messages import DRS_DATA, REGISTER_WORD_BITS, RWD_DATA, RWD_ENABLE
 from ..port import Access, DeviceTimeout, Fence, Operation, Poll, Read, ReadResult, Write
+from ..programs import ld_id_of
 from .streams import PERIOD_NS, StreamSink, StreamSource, cycle, cycles, random, start
 
 _TAGS = 64
@@ -49,28 +50,38 @@ _ALL_BYTES = (1 << LINE_BYTES) - 1
 
 @dataclass(frozen=True)
 class _Line:
-    """One line to read or write: a row of an operation's arrays."""
+    """One line to read or write: a row of an operation's arrays, and the LD-ID of its messages."""
 
     operation: Write | Read
     result: ReadResult | None
     index: int
 
+    @property
+    def ld_id(self) -> int:
+        ld_ids = self.operation.ld_ids
+        return 0 if ld_ids is None else int(ld_ids[self.index])
+
 
 @dataclass
 class _Port:
-    """A port of the device's endpoint, with tags of its own; `outstanding` has None for a poll's read."""
+    """A port of the device's endpoint, with tags of its own; `outstanding` has None for a poll's read, and
+    `ld_ids` the LD-ID of each of these."""
 
     number: int
     requests: StreamSource
     writes: StreamSource
     free_tags: list[int]
     outstanding: dict[int, _Line | None] = field(default_factory=dict)
+    ld_ids: dict[int, int] = field(default_factory=dict)
 
-    def release(self, tag: int, stream: str) -> _Line | None:
+    def release(self, header: dict[str, int], stream: str) -> _Line | None:
         """The line that an answer is for; its tag is free again."""
+        tag = header["tag"]
         assert tag in self.outstanding, (
             f"{stream}_{self.number}: tag {tag:#x}, which no access awaits (cycle {cycle()})"
         )
+        ld_id = self.ld_ids.pop(tag)
+        assert header["ld_id"] == ld_id, f"{stream}_{self.number}: LD-ID {header['ld_id']} answers {ld_id}"
         self.free_tags.append(tag)
         return self.outstanding.pop(tag)
 
@@ -81,13 +92,15 @@ class Host:
     Parameters
     ----------
     dut : the device, after reset, clock running.
+    config : what it is made of.
     idle, backpressure : probabilities of a cycle without a message and without ready, on every stream.
 
     Of a device with several ports each access goes to any of them.
     """
 
-    def __init__(self, dut: Any, *, idle: float, backpressure: float):
+    def __init__(self, dut: Any, config: DeviceConfig, *, idle: float, backpressure: float):
         self.link_bytes = 0
+        self._config = config
         self._dut = dut
         self._answered = Event()
         self._rng = random("host")
@@ -134,7 +147,7 @@ class Host:
         while lines or self._under_way():
             while lines and (port := self._free_port()):
                 line = lines.popleft()
-                tag = self._take_tag(port, line)
+                tag = self._take_tag(port, line, line.ld_id)
                 address = int(line.operation.addresses[line.index])
                 if isinstance(line.operation, Read):
                     self._send_read(port, tag, address)
@@ -156,7 +169,8 @@ class Host:
         while True:
             self._polled = None
             port = self._rng.choice(self._ports)
-            self._send_read(port, self._take_tag(port, None), poll.address)
+            tag = self._take_tag(port, None, ld_id_of(self._config, poll.address))
+            self._send_read(port, tag, poll.address)
             while self._polled is None:
                 await self._wait()
             found, access = self._polled
@@ -180,9 +194,9 @@ class Host:
                 f"{self._under_way()} accesses have had no answer for {_HANG_CYCLES} cycles"
             ) from None
 
-    def _take_tag(self, port: _Port, line: _Line | None) -> int:
+    def _take_tag(self, port: _Port, line: _Line | None, ld_id: int) -> int:
         tag = port.free_tags.pop(self._rng.randrange(len(port.free_tags)))
-        port.outstanding[tag] = line
+        port.outstanding[tag], port.ld_ids[tag] = line, ld_id
         return tag
 
     def _send_read(self, port: _Port, tag: int, address: int) -> None:
@@ -194,6 +208,7 @@ class Host:
                     meta_field=MetaField.NO_OP,
                     tag=tag,
                     address=address >> LINE_SHIFT,
+                    ld_id=port.ld_ids[tag],
                 )
             ]
         )
@@ -208,6 +223,7 @@ class Host:
             tag=tag,
             address=address >> LINE_SHIFT,
             poison=write.poison,
+            ld_id=port.ld_ids[tag],
         )
         data = int.from_bytes(write.data[index].tobytes(), "little")
         port.writes.send([header | enable << RWD_ENABLE | data << RWD_DATA])
@@ -216,7 +232,7 @@ class Host:
     def _completed(self, port: _Port, message: int) -> None:
         header = _header("s2m_ndr", S2M_NDR, message)
         assert header["opcode"] == S2MNdrOp.CMP, f"s2m_ndr: opcode {header['opcode']} is not Cmp"
-        line = port.release(header["tag"], "s2m_ndr")
+        line = port.release(header, "s2m_ndr")
         assert line is not None, f"s2m_ndr: tag {header['tag']:#x} is a read's"
         assert isinstance(line.operation, Write), f"s2m_ndr: tag {header['tag']:#x} is a read's"
         self._answered.set()
@@ -228,7 +244,7 @@ class Host:
         access = Access.POISON if header["poison"] else Access.DATA
         if header["opcode"] == S2MDrsOp.MEM_DATA_NXM:
             access, data = Access.OUTSIDE, 0
-        line = port.release(header["tag"], "s2m_drs")
+        line = port.release(header, "s2m_drs")
         if line is None:
             self._polled = (data & 0xFFFF_FFFF_FFFF_FFFF, access)
         else:
@@ -237,6 +253,46 @@ class Host:
             line.result.access[line.index] = access
         self.link_bytes += LINE_BYTES
         self._answered.set()
+
+
+class Registers:
+    """The register port of a device's HDM decoders, if it has one.
+
+    Parameters
+    ----------
+    dut : the device under test.
+    """
+
+    def __init__(self, dut: Any):
+        self._edge = RisingEdge(dut.clk)
+        self._port: dict[str, Any] = {}
+        if hasattr(dut, "decoder_write_valid"):
+            names = ("write_payload", "write_valid", "write_ready", "read_word", "read_data")
+            self._port = {name: getattr(dut, f"decoder_{name}") for name in names}
+            self._port["write_valid"].value = 0
+
+    async def access(self, *, word: int, value: int | None) -> int | None:
+        """Write a register, or read it where there is no value; what it holds. None without such a port."""
+        port = self._port
+        if not port:
+            return None
+        if value is not None:
+            port["write_payload"].value = word | value << REGISTER_WORD_BITS
+            port["write_valid"].value = 1
+            await self._ready()
+            port["write_valid"].value = 0
+            return value
+        await self._ready()
+        port["read_word"].value = word
+        for _ in range(2):
+            await self._edge
+        return int(port["read_data"].value)
+
+    async def _ready(self) -> None:
+        """Until a cycle in which a write is taken: no commit is checked."""
+        await self._edge
+        while not self._port["write_ready"].value:
+            await self._edge
 
 
 def _header(stream: str, layout: Layout, message: int) -> dict[str, int]:
@@ -250,12 +306,14 @@ def _header(stream: str, layout: Layout, message: int) -> dict[str, int]:
 async def serve(dut: Any) -> None:
     """Carry out programs until the other end of the socket closes."""
     await start(dut)
+    config = configure(**json.loads(os.environ["NEARKV_CONFIG"]))
     host = Host(
         dut,
+        config,
         idle=float(os.environ["NEARKV_IDLE"]),
         backpressure=float(os.environ["NEARKV_BACKPRESSURE"]),
     )
-    config = configure(**json.loads(os.environ["NEARKV_CONFIG"]))
+    registers = Registers(dut)
     with socket.socket(fileno=int(os.environ["NEARKV_SOCKET"])) as connection:
         while True:
             try:
@@ -264,6 +322,10 @@ async def serve(dut: Any) -> None:
                 return
             reply: dict[str, Any] = {}
             results: list[ReadResult] = []
+            if "register" in head:
+                reply["value"] = await registers.access(**head["register"])
+                wire.send(connection, reply)
+                continue
             if "inject" in head:
                 inject(ctypes.CDLL(None), None, config, **head["inject"])
                 wire.send(connection, reply)

@@ -22,7 +22,7 @@ from ..cache import cache_folder
 from ..events import ALL, CAPACITY, EventKind
 from ..injections import Injections
 from ..port import DeviceTimeout, Program, ReadResult
-from ..programs import check_injection, check_shaking, checked
+from ..programs import NO_DECODERS, check_injection, check_shaking, checked, with_ld_ids
 from ..toolchain import need_trace_headers
 from ..verilate import Report
 from .runner import build_program, simulator_environment
@@ -112,7 +112,7 @@ class CocotbPort:
         ValueError : an address misaligned or beyond 52 bits, or arrays that do not fit each other.
         RuntimeError : the device is closed, broke the protocol, or its simulator ended; with the log's end.
         """
-        ready = checked(program)
+        ready = [with_ld_ids(self.config, operation) for operation in checked(program)]
         entries, arrays = wire.pack_program(ready)
         reply, results = self._ask({"program": entries}, arrays)
         self._link_bytes, self._cycles = reply["link_bytes"], reply["cycles"]
@@ -136,6 +136,20 @@ class CocotbPort:
         """Invert bits of a line in the DRAM; see `Port.inject`."""
         check_injection(self.config, address, bits)
         self._ask({"inject": {"address": int(address), "bits": [int(bit) for bit in bits]}})
+
+    def write_decoder(self, word: int, value: int) -> None:
+        """Write a register of the HDM decoders; see `SimulatedPort.write_decoder`."""
+        self._register(word=int(word), value=int(value))
+
+    def read_decoder(self, word: int) -> int:
+        """A register of the HDM decoders; see `SimulatedPort.read_decoder`."""
+        return self._register(word=int(word), value=None)
+
+    def _register(self, **access: int | None) -> int:
+        reply, _ = self._ask({"register": access})
+        if reply["value"] is None:
+            raise RuntimeError(NO_DECODERS)
+        return int(reply["value"])
 
     def _ask(
         self, request: dict[str, Any], arrays: Sequence[wire.Array] = ()

@@ -25,6 +25,7 @@ from .cpmu import Cpmu
 from .dynamic import DynamicCapacity
 from .events import Events
 from .hdm import HdmDecoders
+from .link import LinkRegisters
 from .mailbox import Mailbox
 from .memory_device import MemoryDevice
 from .poison import PoisonList
@@ -32,7 +33,7 @@ from .registers import RegisterFile
 from .security import Security
 
 HDM_DECODERS = 4
-"""HDM decoders of the device."""
+"""HDM decoders of a device that has none between its link and its memory: registers alone."""
 SERIAL_NUMBER = 0x6E65_61726B76_0001
 _SPEEDS = {32 * 10**9: 5, 64 * 10**9: 6}
 
@@ -49,7 +50,8 @@ class CxlDevice:
 
     Members
     -------
-    hdm : its HDM decoders.
+    hdm : its HDM decoders: those between its link and its memory, where it has them. They decode all its
+        addresses, windows and apertures (`nearkv_hw.abi.window`), else its memory.
     mailbox : its mailbox.
     dynamic : its dynamic capacity, which a fabric manager offers.
     interrupts : the message signalled interrupts that it has sent, in order.
@@ -82,7 +84,7 @@ class CxlDevice:
         self._space = RegisterFile(pci.CONFIG_SPACE)
         self._identify_link(config.link, config.link_layer)
         static_bytes = config.capacity_bytes - dynamic_bytes
-        self.hdm = HdmDecoders(HDM_DECODERS, config.capacity_bytes)
+        self.hdm = maintenance.decoders or HdmDecoders(HDM_DECODERS, config.capacity_bytes)
         timestamp = Timestamp(clock)
         self._events = Events(timestamp, self._interrupt)
         self._background = Background(clock, self._background_ended)
@@ -105,7 +107,7 @@ class CxlDevice:
         )
         self._cpmu = Cpmu(maintenance.traffic)
         self._ras = RegisterFile(cxl.RAS)
-        self._link = RegisterFile(cxl.LINK)
+        self._link = LinkRegisters(maintenance.link_state)
         self._status = RegisterFile(cxl.STATUS)
         self._status.on_read("events", self._event_status)
         self._memory_status = RegisterFile(cxl.MEMORY_STATUS)
@@ -140,6 +142,8 @@ class CxlDevice:
         registers, at = found
         if registers in (self._ras, self._status, self._memory_status):
             self.poll()
+        if registers is self._link.registers:
+            self._link.follow()
         return registers.read(at, size)
 
     def write(self, bar: int, offset: int, value: int, size: int = 4) -> None:
@@ -168,7 +172,7 @@ class CxlDevice:
         """A conventional reset: registers as at first, a passphrase locks. Logs and memory stay."""
         self._space.reset()
         self._identify_link(self.config.link, self.config.link_layer)
-        for registers in (self._ras, self._link):
+        for registers in (self._ras, self._link.registers):
             registers.reset()
         self.hdm.reset()
         self._cpmu.reset()
@@ -191,7 +195,8 @@ class CxlDevice:
         self._ras.set(register, status=self._ras.field(register, "status") | error)
 
     def _set_up(self) -> None:
-        units = self.config.capacity_bytes
+        self._identify_logical_devices()
+        units = self.hdm.capacity_bytes
         self._space["serial.low"] = SERIAL_NUMBER & 0xFFFFFFFF
         self._space["serial.high"] = SERIAL_NUMBER >> 32
         self._space["cxl.range1_size_high"] = units >> 32
@@ -199,6 +204,13 @@ class CxlDevice:
             "cxl.range1_size_low", valid=1, active=1, size_31_28=units >> 28 & 0xF,
         )  # fmt: skip
         self._set_ranges()
+
+    def _identify_logical_devices(self) -> None:
+        """One function stands for all of them."""
+        several = int(self.config.logical_devices > 1)
+        self._space.set("cxl.capability", mld=several)
+        for register in ("capability", "control", "status"):
+            self._space.set(f"flex_bus.{register}", mld=several)
 
     def _identify_link(self, link: Link, layer: LinkLayer) -> None:
         rate = RATES[link]
@@ -214,7 +226,7 @@ class CxlDevice:
         """What the DVSEC lets through until the HDM decoders are enabled."""
         base = self._space["cxl.range1_base_high"] << 32 | self._space["cxl.range1_base_low"]
         enabled = self._space.field("cxl.control", "mem_enable")
-        self.hdm.dvsec = [(base, self.config.capacity_bytes)] if enabled else []
+        self.hdm.dvsec = [(base, self.hdm.capacity_bytes)] if enabled else []
 
     def _interrupt(self, message: int) -> None:
         if self._space.field("msi.control", "enable"):
@@ -246,7 +258,7 @@ class CxlDevice:
             size = pci.COMPONENT_BYTES
             for capability, registers in (
                 (ComponentCapability.RAS, self._ras),
-                (ComponentCapability.LINK, self._link),
+                (ComponentCapability.LINK, self._link.registers),
                 (ComponentCapability.HDM, self.hdm),
             ):
                 at = cxl.CACHE_MEM_OFFSET + cxl.COMPONENT_PLACES[capability][1]

@@ -6,9 +6,11 @@ A chunk of an interleaved range belongs to the device at position chunk mod ways
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from nearkv_hw.abi import hdm
 from nearkv_hw.abi.hdm import ADDRESS_BITS, UNIT_SHIFT, WAYS
 from nearkv_hw.abi.registers import Block
@@ -17,6 +19,8 @@ from .registers import RegisterFile
 
 _UNIT = 1 << UNIT_SHIFT
 _UNITS = ("base", "size", "skip")
+NOWHERE = np.uint64((1 << ADDRESS_BITS) - 64)
+"""A line of no device, where addresses lead that nobody decodes."""
 
 
 def device_offset(distance: int, ways: int, granularity: int) -> tuple[int, int]:
@@ -69,20 +73,30 @@ class HdmDecoders:
     ----------
     decoders : how many, one of `abi.hdm.COUNT_CODES`.
     capacity_bytes : the device's memory, in whole 256 MiB.
+    dvsec : ranges of the DVSEC at first.
 
     Members
     -------
     committed : the ranges in force, by decoder; None where a decoder is not committed.
-    dvsec : ranges that decode until the decoders are enabled: base and size in bytes.
+    dvsec : ranges that decode until the decoders are enabled: base and size in bytes, two at most.
     """
 
-    def __init__(self, decoders: int, capacity_bytes: int) -> None:
+    def __init__(self, decoders: int, capacity_bytes: int, *, dvsec: Sequence[tuple[int, int]] = ()) -> None:
         if capacity_bytes < _UNIT or capacity_bytes % _UNIT:
             raise ValueError(f"capacity_bytes must be a multiple of {_UNIT}, not {capacity_bytes!r}")
         self.capacity_bytes = capacity_bytes
         self._registers = RegisterFile(hdm.registers(decoders))
         self.committed: list[CommittedRange | None] = [None] * decoders
-        self.dvsec: Sequence[tuple[int, int]] = ()
+        self._dvsec = tuple(dvsec)
+
+    @property
+    def dvsec(self) -> Sequence[tuple[int, int]]:
+        """The ranges of the DVSEC."""
+        return self._dvsec
+
+    @dvsec.setter
+    def dvsec(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self._dvsec = tuple(ranges)
 
     @property
     def block(self) -> Block:
@@ -127,17 +141,45 @@ class HdmDecoders:
 
     def translate(self, address: int) -> int | None:
         """The device address of a host address; None where no range has it."""
-        if not self.enabled:
-            behind = 0
-            for base, size in self.dvsec:
-                if base <= address < base + size:
-                    return address - base + behind
-                behind += size
-            return None
-        for found in self.committed:
-            if found and found.base <= address < found.end:
+        for found in self._in_force():
+            if found.base <= address < found.end:
                 return found.device + device_offset(address - found.base, found.ways, found.granularity)[1]
         return None
+
+    def translate_all(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """The device addresses of host addresses, [n]; `NOWHERE` where no range has one."""
+        found = np.full_like(addresses, NOWHERE)
+        for part in self._in_force():
+            inside = (addresses >= part.base) & (addresses < part.end)
+            if inside.any():
+                chunk, within = np.divmod(addresses[inside] - np.uint64(part.base), part.granularity)
+                place = chunk // np.uint64(part.ways) * np.uint64(part.granularity) + within
+                found[inside] = place + np.uint64(part.device)
+        return found
+
+    def host_address(self, address: int, position: int = 0) -> int | None:
+        """A host address that leads to a device address; None where none does.
+
+        Parameters
+        ----------
+        address : of the device.
+        position : the device's place in the interleave set; a decoder translates all positions alike.
+        """
+        for part in self._in_force():
+            if part.device <= address < part.device_after:
+                distance = host_distance(address - part.device, position, part.ways, part.granularity)
+                return part.base + distance
+        return None
+
+    def _in_force(self) -> Iterator[CommittedRange]:
+        """The ranges that decode now."""
+        if self.enabled:
+            yield from (found for found in self.committed if found)
+            return
+        behind = 0
+        for base, size in self.dvsec:
+            yield CommittedRange(base, base + size, behind, behind + size)
+            behind += size
 
     def _control(self, n: int) -> dict[str, int]:
         return hdm.CONTROL.unpack(self._registers[f"control_{n}"])

@@ -258,7 +258,8 @@ class Engine:
     def _own(self, opcode: Opcode, fields: dict[str, int], tenant: int) -> int:
         """Do a claim or a release; the detail of its record."""
         first, count = fields["first_extent"], fields["extent_count"]
-        if count == 0 or first + count > self._config.extents:
+        own = self._config.extents_of(tenant)
+        if count == 0 or first < own.start or first + count > own.stop:
             raise Refusal(Status.BAD_EXTENT)
         if opcode is Opcode.RELEASE_EXTENTS:
             return self.memory.release(first, count, tenant)

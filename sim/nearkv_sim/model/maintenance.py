@@ -9,6 +9,7 @@ from nearkv_hw.abi.dram import Dram
 from nearkv_hw.abi.lines import LINE_SHIFT
 from nearkv_hw.abi.mailbox import PoisonSource
 
+from ..cxl_io.hdm import HdmDecoders
 from ..maintenance import Ability
 from .counters import Counters
 from .memory import Memory
@@ -23,11 +24,18 @@ class ModelMaintenance:
     memory : finds the device's memory as it is now.
     counters : the device's.
     restart : gives the device a new memory and new command windows.
+    decoders : its HDM decoders, if it has any.
     """
 
     def __init__(
-        self, dram: Dram, memory: Callable[[], Memory], counters: Counters, restart: Callable[[], None]
+        self,
+        dram: Dram,
+        memory: Callable[[], Memory],
+        counters: Counters,
+        restart: Callable[[], None],
+        decoders: HdmDecoders | None,
     ) -> None:
+        self.decoders = decoders
         self.abilities = Ability.ERASE | Ability.WITHHOLD
         if dram is not Dram.FIXED:
             self.abilities |= Ability.POISON | Ability.REPAIR
@@ -57,6 +65,9 @@ class ModelMaintenance:
         """See `Maintenance.traffic`."""
         device = self._counters.device
         return int(device["cycles"]), int(device["link_reads"]), int(device["link_writes"])
+
+    def link_state(self) -> None:
+        """See `Maintenance.link_state`: its cycles are those of messages."""
 
     def erase(self) -> None:
         """See `Maintenance.erase`."""

@@ -14,9 +14,11 @@ from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 from nearkv_hw.abi.owner import OWNER_BYTES, OWNER_OFFSET
 from nearkv_hw.abi.window import WINDOW_BYTES
 
+from ..cxl_io.hdm import NOWHERE, HdmDecoders
+from ..decoders import decoders_of, every_address
 from ..events import ALL, CAPACITY, EventKind
 from ..port import Access, Addresses, DeviceTimeout, Fence, Lines, Poll, Program, Read, ReadResult, Write
-from ..programs import check_injection, checked
+from ..programs import check_injection, checked, ld_ids_of
 from ..verilate import Report
 from . import timing
 from .counters import Counters
@@ -76,7 +78,11 @@ class ModelPort:
         self._engine: Engine | None = None
         self._restart()
         self.maintenance = ModelMaintenance(
-            config.dram, lambda: self._open_engine().memory, self._counters, self._restart
+            config.dram,
+            lambda: self._open_engine().memory,
+            self._counters,
+            self._restart,
+            decoders_of(config, HdmDecoders),
         )
 
     def run(self, program: Program) -> list[ReadResult]:
@@ -90,7 +96,7 @@ class ModelPort:
             if isinstance(operation, Write):
                 self._write(engine, operation)
             elif isinstance(operation, Read):
-                results.append(self._read(engine.memory, operation.addresses))
+                results.append(self._read(engine.memory, operation.addresses, operation.ld_ids))
             elif isinstance(operation, Fence):
                 self._counters.device["cycles"] += self._fence_cycles
             else:
@@ -122,8 +128,12 @@ class ModelPort:
         raise RuntimeError("nothing is recorded: the model has no cycle in which something happens")
 
     def reset(self) -> None:
-        """Start anew, as a device does: memory, owners, rings and counters are as on the first day."""
+        """Start anew, as a device does: memory, owners, rings, counters and decoders are as on the first
+        day."""
         self._counters.clear()
+        if (decoders := self.maintenance.decoders) is not None:
+            decoders.reset()
+            decoders.dvsec = every_address(self.config)
         self._restart()
 
     def close(self) -> None:
@@ -146,7 +156,7 @@ class ModelPort:
 
     def _write(self, engine: Engine, write: Write) -> None:
         data, enables = write.data, write.enables
-        areas = _areas(write.addresses, self.config)
+        areas = self._areas(write.addresses, write.ld_ids)
         self._count_link("writes", len(data), areas)
         for area in areas:
             some = None if enables is None else enables[area.which]
@@ -173,8 +183,10 @@ class ModelPort:
             if window.write(offset, line, enabled, poison=poison):
                 engine.serve(window)
 
-    def _read(self, memory: Memory, addresses: Addresses) -> ReadResult:
-        areas = _areas(addresses, self.config)
+    def _read(
+        self, memory: Memory, addresses: Addresses, ld_ids: npt.NDArray[np.uint8] | None = None
+    ) -> ReadResult:
+        areas = self._areas(addresses, ld_ids)
         self._count_link("reads", len(addresses), areas)
         if len(areas) == 1 and len(areas[0].offsets) == len(addresses):
             return ReadResult(*self._read_area(memory, areas[0]))
@@ -215,6 +227,15 @@ class ModelPort:
             f"{poll.value:#x}: nothing is under way that could change it"
         )
 
+    def _areas(self, addresses: Addresses, ld_ids: npt.NDArray[np.uint8] | None) -> list[_Area]:
+        """Where messages lead, as decoders and logical devices have it."""
+        decoders = self.maintenance.decoders
+        if decoders is not None:
+            addresses = decoders.translate_all(addresses)
+        if self.config.logical_devices > 1:
+            addresses = _of_logical_devices(addresses, ld_ids, self.config)
+        return _areas(addresses, self.config)
+
     def _count_link(self, kind: str, count: int, areas: list[_Area]) -> None:
         device = self._counters.device
         self._link_lines += count
@@ -242,6 +263,19 @@ class _Area(NamedTuple):
 _EVERY = slice(None)
 _END_BYTES = OWNER_OFFSET + OWNER_BYTES
 """The owner's page follows the window of aperture 0."""
+
+
+def _of_logical_devices(
+    addresses: Addresses, ld_ids: npt.NDArray[np.uint8] | None, config: DeviceConfig
+) -> Addresses:
+    """The addresses, but `NOWHERE` of messages with another LD-ID than their aperture's, or to memory that is
+    not this logical device's."""
+    own = ld_ids_of(config, addresses)
+    given = own if ld_ids is None else ld_ids
+    part = np.uint64(config.capacity_bytes // config.logical_devices)
+    offsets = addresses % np.uint64(config.aperture_bytes)
+    of_another = (offsets < config.capacity_bytes) & (offsets // part != given)
+    return np.where((own != given) | of_another, NOWHERE, addresses)
 
 
 def _areas(addresses: Addresses, config: DeviceConfig) -> list[_Area]:

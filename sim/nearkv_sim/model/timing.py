@@ -47,6 +47,8 @@ POLL_CYCLES = 33
 Calibrated."""
 HOST_PATH_CYCLES = 10
 """A host's read outside the memory: endpoint, fabric, owner check and order, there and back."""
+DECODING_CYCLES = 9
+"""What the HDM decoders add to it."""
 CONTROLLER_CYCLES = 5
 """A read in the controller, outside its frames: its way in, and the error correction's check."""
 CROSSBAR_CYCLES = 4
@@ -255,12 +257,13 @@ def host_read_cycles(config: DeviceConfig) -> int:
     at ranks.
     """
     part = PARTS.get(config.dram)
+    path = HOST_PATH_CYCLES + (DECODING_CYCLES if config.hdm_decoders else 0)
     if part is None:
-        return HOST_PATH_CYCLES + config.memory_latency_cycles
+        return path + config.memory_latency_cycles
     frames = part.frames(config.density_gbit, config.refresh)
     entering = 3 if part.subchannels == 2 else 2  # frames until the activate
     opening = (entering + frames.activate_to_column) * part.subchannels
-    return HOST_PATH_CYCLES + CONTROLLER_CYCLES + opening + frames.read_cycles
+    return path + CONTROLLER_CYCLES + opening + frames.read_cycles
 
 
 def link_cycles(config: DeviceConfig, *, reads: int = 0, writes: int = 0) -> int:

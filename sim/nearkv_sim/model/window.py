@@ -26,9 +26,12 @@ from nearkv_hw.abi.window import (
     MAGIC,
     MEMORY_COUNTERS,
     MEMORY_COUNTERS_LINE,
+    OPTIONS,
+    OPTIONS_LINE,
     REGISTERS_OFFSET,
     RING,
     RING_LINE,
+    options_of,
 )
 
 from ..port import Lines
@@ -162,6 +165,8 @@ class CommandWindow:
             owned = int(np.count_nonzero(self._memory.owners == self.aperture))
             quota = self._memory.page.quotas[self.aperture]
             return EXTENT_COUNTERS.pack_bytes(self._counters.extents, owned=owned, quota=quota)
+        if line == OPTIONS_LINE:
+            return OPTIONS.pack_bytes(options_of(self._config))
         if line == RING_LINE:
             return RING.pack_bytes(tail=self.tail, head=self.head, completed=self.completed)
         if 0 <= channel < self._config.slices:

@@ -41,6 +41,7 @@ Host::Host(const Disturbance& disturbance)
                                              events_.source("link.s2m_ndr" + number),
                                              events_.source("link.s2m_drs" + number)});
     }
+    registers_ = register_port(*top_);
     for (int i = 0; i < 2 * kResetCycles; i++) {  // as many after reset: it passes a register on its way in
         top_->rst = i < kResetCycles;
         evaluate(false);
@@ -98,6 +99,28 @@ bool Host::start_wave([[maybe_unused]] const char* path) {
 #else
     return false;
 #endif
+}
+
+bool Host::write_register(std::uint32_t word, std::uint32_t value) {
+    if (!registers_) return false;
+    *registers_->write_payload = word | std::uint64_t{value} << kRegisterWordBits;
+    *registers_->write_valid = 1;
+    bool taken = false;
+    while (!taken) {
+        taken = *registers_->write_ready;  // from a register
+        cycle();
+    }
+    *registers_->write_valid = 0;
+    return true;
+}
+
+bool Host::read_register(std::uint32_t word, std::uint32_t* value) {
+    if (!registers_) return false;
+    while (!*registers_->write_ready) cycle();  // a commit is checked
+    *registers_->read_word = static_cast<std::uint16_t>(word);
+    cycle();
+    *value = *registers_->read_data;
+    return true;
 }
 
 // Moves on to what lies between the next two fences; false when the program is over.
@@ -206,6 +229,8 @@ void Host::send_read(Lane& lane) {
     insert(message, messages::kReqMetaField, messages::kMetaNoOp);
     insert(message, messages::kReqTag, tag);
     insert(message, messages::kReqAddress, address / kLineBytes);
+    const Outstanding& access = lane.outstanding[tag];
+    insert(message, messages::kReqLdId, ld_id_of(*access.operation, access.line));
     *lane.port.m2s_req_valid = 1;
 }
 
@@ -222,6 +247,7 @@ void Host::send_write(Lane& lane) {
     insert(message, messages::kRwdMetaField, messages::kMetaNoOp);
     insert(message, messages::kRwdTag, take_tag(lane, &operation, line));
     insert(message, messages::kRwdAddress, operation.addresses[line] / kLineBytes);
+    insert(message, messages::kRwdLdId, ld_id_of(operation, line));
     insert(message, messages::kRwdPoison, operation.poison);
     insert(message, messages::kRwdEnable, enable);
     insert_words(message, messages::kRwdData, data.data(), kLineWords);
@@ -236,6 +262,12 @@ std::uint32_t Host::take_tag(Lane& lane, const Operation* operation, std::uint64
     return tag;
 }
 
+// The LD-ID of a line's messages.
+std::uint64_t Host::ld_id_of(const Operation& operation, std::uint64_t line) {
+    if (operation.kind == Kind::kPoll) return operation.ld_id;
+    return operation.ld_ids ? operation.ld_ids[line] : 0;
+}
+
 // Records a message of the access that has a tag.
 void Host::note(const Lane& lane, Stream stream, std::uint64_t tag) {
     const Outstanding& access = lane.outstanding[tag];
@@ -247,12 +279,13 @@ void Host::note(const Lane& lane, Stream stream, std::uint64_t tag) {
 
 void Host::take_completion(Lane& lane) {
     const std::uint64_t tag = extract(lane.port.s2m_ndr_payload, messages::kNdrTag);
-    if (Outstanding* access = answered(lane, tag, true)) access->operation = nullptr;
+    const std::uint64_t ld_id = extract(lane.port.s2m_ndr_payload, messages::kNdrLdId);
+    if (Outstanding* access = answered(lane, tag, ld_id, true)) access->operation = nullptr;
 }
 
 void Host::take_data(Lane& lane) {
     const std::uint32_t* message = lane.port.s2m_drs_payload;
-    Outstanding* answer = answered(lane, extract(message, messages::kDrsTag), false);
+    Outstanding* answer = answered(lane, extract(message, messages::kDrsTag), extract(message, messages::kDrsLdId), false);
     if (!answer) return;
     link_bytes_ += kLineBytes;
     Access access = Access::kData;
@@ -292,12 +325,17 @@ void Host::end_poll(const std::uint32_t* data, Access access) {
 }
 
 // The access that a message answers, its tag free again; null, and the host broken, where there is none.
-Host::Outstanding* Host::answered(Lane& lane, std::uint64_t tag, bool write) {
+Host::Outstanding* Host::answered(Lane& lane, std::uint64_t tag, std::uint64_t ld_id, bool write) {
     Outstanding* access = tag < kTags ? &lane.outstanding[tag] : nullptr;
     if (!access || !access->operation || (access->operation->kind == Kind::kWrite) != write) {
         fail(Status::kBroken, describe(write ? "completion with tag %#" PRIx64 ", which no write awaits"
                                              : "data with tag %#" PRIx64 ", which no read awaits",
                                        tag));
+        return nullptr;
+    }
+    if (ld_id != ld_id_of(*access->operation, access->line)) {
+        fail(Status::kBroken, describe("the answer with tag %#" PRIx64 " has LD-ID %" PRIu64 ", not its message's",
+                                       tag, ld_id));
         return nullptr;
     }
     note(lane, write ? kNdr : kDrs, tag);
@@ -367,6 +405,14 @@ nearkv::Events* nearkv_events(nearkv::Host* host) { return &host->events(); }
 
 int nearkv_start_wave(nearkv::Host* host, const char* path) {
     return host->start_wave(path) ? 0 : -1;
+}
+
+int nearkv_write_register(nearkv::Host* host, std::uint32_t word, std::uint32_t value) {
+    return host->write_register(word, value) ? 0 : -1;
+}
+
+int nearkv_read_register(nearkv::Host* host, std::uint32_t word, std::uint32_t* value) {
+    return host->read_register(word, value) ? 0 : -1;
 }
 
 void nearkv_close(nearkv::Host* host) { delete host; }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,9 @@ public:
     Status advance(std::uint64_t cycles);
     // Records waveforms from here on; false where the device was built without them.
     bool start_wave(const char* path);
+    // Writes and reads a register of the HDM decoders between two programs; false where the device has none.
+    bool write_register(std::uint32_t word, std::uint32_t value);
+    bool read_register(std::uint32_t word, std::uint32_t* value);
 
     std::uint64_t cycles() const { return cycles_; }
     std::uint64_t link_bytes() const { return link_bytes_; }
@@ -80,11 +84,12 @@ private:
     void send_read(Lane& lane);
     void send_write(Lane& lane);
     bool poll_is_due() const;
+    static std::uint64_t ld_id_of(const Operation& operation, std::uint64_t line);
     void note(const Lane& lane, Stream stream, std::uint64_t tag);
     void take_completion(Lane& lane);
     void take_data(Lane& lane);
     void end_poll(const std::uint32_t* data, Access access);
-    Outstanding* answered(Lane& lane, std::uint64_t tag, bool write);
+    Outstanding* answered(Lane& lane, std::uint64_t tag, std::uint64_t ld_id, bool write);
     std::uint32_t take_tag(Lane& lane, const Operation* operation, std::uint64_t line);
     void check_stability(Lane& lane);
     void cycle();
@@ -111,6 +116,7 @@ private:
     std::uint64_t poll_started_ = 0;
     std::uint64_t poll_next_ = 0;
     std::vector<Lane> lanes_;
+    std::optional<RegisterPort> registers_;
     std::size_t under_way_ = 0;  // accesses without an answer
 
     Status status_ = Status::kDone;

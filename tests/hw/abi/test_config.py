@@ -45,6 +45,8 @@ def test_enumerations_may_be_given_by_name():
         ("link", 9, "must be one of x8_32"),
         ("link_layer", "flits_68", "must be off where the link is not at 32 GT/s"),
         ("link_layer", "flits", "must be one of off, flits_68, flits_256"),
+        ("logical_devices", 3, "must be 1, 2, 4 or 8"),
+        ("hdm_decoders", 3, "must be 0 or one of 1, 2, 4, 6"),
         ("placement", "moon", "must be one of rank, phy, controller, fabric, host"),
         ("fabric_share", 0, "must be 1 to 15 sixteenths"),
         ("fabric_share", 16, "must be 1 to 15 sixteenths"),
@@ -70,6 +72,27 @@ def test_a_link_layer_makes_a_beat_of_64_bytes_per_cycle():
     assert configure("small", link="x8_64", link_layer="flits_256", dram="lpddr5x_8533").clock_mhz == 1067
     with pytest.raises(ValueError, match=r"link_layer=.*more than a quarter of a flit per device cycle"):
         configure("small", link="x8_64", link_layer="flits_256")
+
+
+def test_decoders_count_in_units():
+    assert configure("small", hdm_decoders=20).hdm_decoders == 20
+    with pytest.raises(ValueError, match=r"capacity_bytes=.*must be at least 268435456"):
+        configure("small", hdm_decoders=4, capacity_bytes=128 << 20)
+
+
+def test_logical_devices_have_equal_parts():
+    config = configure("small", apertures=8, logical_devices=4)
+    assert (config.logical_apertures, config.logical_extents) == (2, 512)
+    assert [config.extents_of(a).start for a in range(8)] == [0, 0, 512, 512, 1024, 1024, 1536, 1536]
+    assert config.extents_of(7).stop == config.extents
+    assert configure("small", apertures=3).extents_of(2) == range(2048)
+    for apertures in (3, 6, 2):
+        with pytest.raises(ValueError, match=r"apertures=.*must be 4 times a power of two with"):
+            configure("small", apertures=apertures, logical_devices=4)
+    with pytest.raises(ValueError, match=r"capacity_bytes=.*must be at least 4 times 2 extents"):
+        configure("small", apertures=4, logical_devices=4, capacity_bytes=4 << 20)
+    with pytest.raises(ValueError, match=r"hdm_decoders=.*must be 0 with several logical devices"):
+        configure("small", logical_devices=2, hdm_decoders=4)
 
 
 def test_the_fixed_memory_has_no_part():

@@ -30,6 +30,7 @@ PAGES = {"units": 2, "capacity_lines": 1 << 20, "pages_ahead": 4, "lines_ahead":
         (Claimer, {**CLAIMS, "slices": 3}, "slices must be a power of two, not 3"),
         (Claimer, {**CLAIMS, "extents": 2}, "extents must be at least 4, not 2"),
         (Claimer, {**CLAIMS, "apertures": 9}, "apertures must be from 1 to 8, not 9"),
+        (Claimer, {**CLAIMS, "logical_devices": 4}, "logical_devices must divide 2 apertures, not be 4"),
         (Passes, {"queries": 3}, "queries must be 1, 2, 4, 8 or 16, not 3"),
         (QueryFeed, {"units": 0}, "units must be a positive integer, not 0"),
         (PageFeed, {**PAGES, "units": 3}, "units must be a power of two, not 3"),

@@ -95,18 +95,18 @@ class Bench:
         addresses = list(addresses)
         for cycle in range(len(addresses) + latency):
             if cycle < len(addresses):
-                dut.i_payload.value = addresses[cycle] >> 6
-            dut.i_valid.value = cycle < len(addresses)
+                dut.i_0_payload.value = addresses[cycle] >> 6
+            dut.i_0_valid.value = cycle < len(addresses)
             await self.edge
-            assert value(dut.o_valid) == (cycle >= latency)
+            assert value(dut.o_0_valid) == (cycle >= latency)
             if cycle >= latency:
                 address = addresses[cycle - latency]
-                out = unpack(Translated, value(dut.o_payload))
+                out = unpack(Translated, value(dut.o_0_payload))
                 expected = self.model.translate(address)
                 assert out["hit"] == (expected is not None), hex(address)
                 assert expected is None or out["line"] == expected >> 6, hex(address)
                 hits += out["hit"]
-        dut.i_valid.value = 0
+        dut.i_0_valid.value = 0
         return hits
 
     async def decoder(self, n, *, base, size, skip, **control):
@@ -122,7 +122,7 @@ class Bench:
 
 
 async def bench_of(dut):
-    for name in ("write_valid", "read_word", "i_valid", "dvsec_0", "dvsec_1"):
+    for name in ("write_valid", "read_word", "clear", "i_0_valid", "dvsec_0", "dvsec_1"):
         getattr(dut, name).value = 0
     await start(dut)
     return Bench(dut)

@@ -10,7 +10,20 @@ from collections import Counter
 
 import cocotb
 import pytest
-from host_model import ALL, Host, answer, kind, place, req, rwd, seen, unsupported, valid
+from host_model import (
+    ALL,
+    Host,
+    Responder,
+    answer,
+    kind,
+    place,
+    req,
+    request_of,
+    rwd,
+    seen,
+    unsupported,
+    valid,
+)
 from nearkv_hw.abi import configure, cxl
 from nearkv_hw.abi.lines import LINE_BYTES
 from nearkv_hw.abi.owner import OWNER_BYTES
@@ -24,6 +37,7 @@ from nearkv_sim.cocotb.runner import parameters, run
 from nearkv_sim.cocotb.streams import StreamSink, StreamSource, cycles, random, start, value
 
 APERTURES = 3
+"""With several logical devices 4."""
 CAPACITY_LINES = (4 << 20) // LINE_BYTES
 WINDOW_LINES = WINDOW_BYTES // LINE_BYTES
 END_LINE = WINDOW_LINES + OWNER_BYTES // LINE_BYTES
@@ -33,13 +47,28 @@ OUTSTANDING = 78
 
 
 @pytest.mark.rtl
-def test_port():
-    config = configure("small", capacity_bytes=CAPACITY_LINES * LINE_BYTES, apertures=APERTURES)
+@pytest.mark.parametrize(
+    ("apertures", "logical_devices", "tests"), [(APERTURES, 1, ".*"), (4, 2, "every_.*"), (4, 4, "every_.*")]
+)
+def test_port(apertures, logical_devices, tests):
+    config = configure(
+        "small",
+        capacity_bytes=CAPACITY_LINES * LINE_BYTES,
+        channels=1,
+        apertures=apertures,
+        logical_devices=logical_devices,
+    )
     port = Port(config=config, outstanding=OUTSTANDING)
     run(
         port,
         module=__file__,
-        parameters={"request_cycles": port.request_cycles, "answer_cycles": port.answer_cycles},
+        parameters={
+            "request_cycles": port.request_cycles,
+            "answer_cycles": port.answer_cycles,
+            "apertures": apertures,
+            "logical_devices": logical_devices,
+        },
+        tests=tests,
     )
 
 
@@ -78,44 +107,18 @@ class Link:
             self.counted.update(name for name in EVENTS if value(getattr(dut, name)))
 
 
-class Responder:
-    """Memory or window: answers with faults and data of all kinds, in any order."""
-
-    def __init__(self, dut, name, rng, idle=0.0, backpressure=0.0):
-        self.source = StreamSource(dut, f"{name}_response", shape=FabricResponse, idle=idle)
-        self.sink = StreamSink(dut, f"{name}_request", shape=FabricRequest, backpressure=backpressure)
-        self.requests, self.answers = [], []
-        self.holding = False
-        self._rng = rng
-        self._dut = dut
-        cocotb.start_soon(self._run())
-
-    async def _run(self):
-        waiting = []
-        while True:
-            await cycles(self._dut, 1)
-            for request in await self.sink.receive(len(self.sink)):
-                self.requests.append(request)
-                read = not request["write"]
-                fault = self._rng.choice([0, 0, 0, 1, 2, 3]) if read else self._rng.choice([0, 0, 1, 3])
-                data = self._rng.getrandbits(512) if fault in (0, 2) and read else 0
-                self.answers.append((fault, data))
-                waiting.append({"id": request["id"], "write": request["write"], "fault": fault, "data": data})
-            if waiting and not self.holding and self._rng.random() < 0.5:
-                self.source.send([waiting.pop(self._rng.randrange(len(waiting)))])
-
-
 def random_line(rng):
     """A line address: in each aperture's memory and window and at their edges, and outside."""
-    base = rng.randrange(APERTURES) * 2 * CAPACITY_LINES
+    apertures = parameters()["apertures"]
+    base = rng.randrange(apertures) * 2 * CAPACITY_LINES
     return rng.choice(
         [
             base + rng.randrange(CAPACITY_LINES),
-            base + rng.choice([0, CAPACITY_LINES - 1]),
+            base + rng.choice([0, CAPACITY_LINES - 1, CAPACITY_LINES // 2 - 1, CAPACITY_LINES // 2]),
             base + CAPACITY_LINES + rng.randrange(WINDOW_LINES),
             base + CAPACITY_LINES + rng.choice([0, WINDOW_LINES - 1]),
             base + CAPACITY_LINES + rng.choice([WINDOW_LINES, END_LINE - 1, END_LINE, CAPACITY_LINES - 1]),
-            rng.randrange(2 * CAPACITY_LINES * APERTURES, 1 << 46),
+            rng.randrange(2 * CAPACITY_LINES * apertures, 1 << 46),
             base + rng.randrange(64) | 1 << rng.randrange(34, 46),
         ]
     )
@@ -124,6 +127,14 @@ def random_line(rng):
 def random_messages(rng, count):
     """Req and RwD messages of every opcode; few tags, so that the same is often twice under way."""
     tags = [rng.getrandbits(16) for _ in range(5)] + [0, 0xFFFF]
+    apertures, several = parameters()["apertures"], parameters()["logical_devices"]
+
+    def with_own_ld_id(message):
+        """Of several logical devices most messages have the LD-ID of their aperture."""
+        header = message.get("header", message)
+        if several > 1 and rng.random() < 0.8:
+            header["ld_id"] = header["address"] // (2 * CAPACITY_LINES) * several // apertures % 16
+        return message
 
     def fields():
         return {
@@ -141,35 +152,22 @@ def random_messages(rng, count):
         return rng.choice(usual) if rng.random() < 0.6 else rng.randrange(16)
 
     reqs = [
-        req(opcode([1, 2]), random_line(rng), **{**fields(), "address_5": rng.randrange(2)})
+        with_own_ld_id(req(opcode([1, 2]), random_line(rng), **{**fields(), "address_5": rng.randrange(2)}))
         for _ in range(count)
     ]
     rwds = [
-        rwd(
-            opcode([1, 2]),
-            random_line(rng),
-            rng.getrandbits(512),
-            enable=rng.choice([ALL, 0, rng.getrandbits(64)]),
-            **{**fields(), "poison": rng.randrange(2)},
+        with_own_ld_id(
+            rwd(
+                opcode([1, 2]),
+                random_line(rng),
+                rng.getrandbits(512),
+                enable=rng.choice([ALL, 0, rng.getrandbits(64)]),
+                **{**fields(), "poison": rng.randrange(2)},
+            )
         )
         for _ in range(count)
     ]
     return reqs, rwds
-
-
-def request_of(message, tenant, line):
-    """The access that a message becomes; fields without meaning left out."""
-    header = message.get("header", message)
-    request = {
-        "line": line,
-        "tenant": tenant,
-        "id": header["tag"] | header["ld_id"] << 16,
-        "write": int("header" in message),
-    }
-    if "header" in message:
-        enable = message["enable"] if header["opcode"] == cxl.M2SRwDOp.MEM_WR_PTL else ALL
-        request |= {"poison": header["poison"], "enable": enable, "data": message["data"]}
-    return request
 
 
 @cocotb.test()
@@ -180,7 +178,8 @@ async def every_message_has_its_answer(dut, idle, backpressure):
     host = Host(dut, idle, backpressure)
     link = Link(dut, random("link"), closed=idle)
     ports = {name: Responder(dut, name, random(name), idle, backpressure) for name in ("memory", "window")}
-    reqs, rwds = random_messages(rng, 400)
+    apertures, several = parameters()["apertures"], parameters()["logical_devices"]
+    reqs, rwds = random_messages(rng, 400 if several == 1 else 1500)
     host.req.send(reqs)
     host.rwd.send(rwds)
     messages = [m for m in reqs + rwds if valid(m)]
@@ -195,7 +194,7 @@ async def every_message_has_its_answer(dut, idle, backpressure):
     expected, requests = Counter(), {"memory": [], "window": []}
     counted = Counter()
     for message in host.arrived(reqs, rwds):
-        where, tenant, line = place(message, CAPACITY_LINES, APERTURES)
+        where, tenant, line = place(message, CAPACITY_LINES, apertures, several)
         fault, data = 3, 0
         if kind(message) in ("read", "write"):
             if where != "outside":

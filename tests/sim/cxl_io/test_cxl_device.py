@@ -7,8 +7,10 @@ from nearkv_hw.abi import cxl_registers as cxl
 from nearkv_hw.abi.cxl_registers import ComponentCapability, DeviceCapability, MediaStatus
 from nearkv_hw.abi.pci import CONFIG_SPACE, DvsecId
 from nearkv_hw.abi.registers import Access
+from nearkv_hw.abi.window import LINK_STATE
 from nearkv_sim import open_port
 from nearkv_sim.cxl_io import CxlDevice
+from nearkv_sim.cxl_io.link import LinkRegisters
 from nearkv_sim.port import Read
 
 DVSEC_AT = {name: at for name, at, _ in pci.EXTENDED}
@@ -123,6 +125,44 @@ def test_registers_are_where_the_tables_say(setup):
         device.read(1, 0)
     with pytest.raises(ValueError, match="offset must be below 0x1000"):
         device.read(2, 0x1000)
+
+
+def test_the_link_capability_follows_the_link_layer():
+    """Where none runs, as after reset; else what it says now, and after a reset again."""
+    state = None
+    registers = LinkRegisters(lambda: state)
+    registers.follow()
+    assert registers.registers.image() == cxl.LINK.image()
+    state = {field.name: n + 1 for n, field in enumerate(LINK_STATE) if not field.reserved} | {"opened": 1}
+    registers.follow()
+    found = registers.registers
+
+    def fields(register):
+        return cxl.LINK[register].unpack(found.read(cxl.LINK[register].at, 8))
+
+    capability = fields("capability")
+    assert capability["version"] == 2
+    for name in ("version_received", "wrap", "wrap_received", "retries_received", "free_received"):
+        assert capability[name] == state[name]
+    for name in ("reinits_received", "write_pointer_received", "sequence_received"):
+        assert capability[name] == state[name]
+    assert (fields("control")["init_state"], fields("control")["buffer_consumed"]) == (3, state["kept"])
+    for register, kind in (
+        ("rx_credit_control", "rx"),
+        ("rx_credit_status", "owed"),
+        ("tx_credit_status", "tx"),
+    ):
+        credits = fields(register)
+        assert (credits["mem_message"], credits["mem_data"]) == (
+            state[f"{kind}_message"],
+            state[f"{kind}_data"],
+        )
+        assert credits["cache_req"] == credits["cache_rsp"] == credits["cache_data"] == 0
+    found.reset()
+    state["opened"] = 0
+    registers.follow()
+    assert fields("control")["init_state"] == 0
+    assert fields("tx_credit_status")["mem_data"] == state["tx_data"]
 
 
 def test_a_device_too_small_for_cxl_says_so():

@@ -1,12 +1,13 @@
 """HDM decoders in software: published translations, what interleaving means, and every commit rule."""
 
+import numpy as np
 import pytest
 from hdm_vectors import MODULO, XOR
 from hypothesis import given
 from hypothesis import strategies as st
 from nearkv_hw.abi import hdm
 from nearkv_hw.abi.hdm import CONTROL, DECODER, DECODER_STRIDE, FIRST_DECODER, GLOBAL_CONTROL, WAYS
-from nearkv_sim.cxl_io.hdm import HdmDecoders, device_offset, host_distance
+from nearkv_sim.cxl_io.hdm import NOWHERE, HdmDecoders, device_offset, host_distance
 
 UNIT = 256 << 20
 
@@ -134,6 +135,26 @@ def test_before_they_are_enabled_the_dvsec_decodes():
     ]  # fmt: skip
     decoders.write(GLOBAL_CONTROL.at, GLOBAL_CONTROL.pack(enable=1))
     assert decoders.translate(UNIT) is None
+
+
+@pytest.mark.parametrize("enabled", [0, 1])
+def test_many_addresses_are_translated_as_one_is(decoders, enabled):
+    """Of decoders and of the DVSEC's ranges; and every address of the device is found again."""
+    rng = np.random.default_rng(5)
+    decoders.write(GLOBAL_CONTROL.at, GLOBAL_CONTROL.pack(enable=enabled))
+    decoders.dvsec = [(UNIT, 2 * UNIT), (8 * UNIT, 2 * UNIT)]
+    assert program(decoders, 0, base=4 * UNIT, size=12 * UNIT, ways=10, granularity=1)["committed"]
+    assert program(decoders, 1, base=20 * UNIT, size=2 * UNIT, skip=3 * UNIT)["committed"]
+    assert program(decoders, 2, base=30 * UNIT, size=4 * UNIT, ways=1, granularity=6)["committed"]
+    addresses = rng.integers(0, 36 * UNIT // 64, 3000).astype(np.uint64) * 64
+    found = decoders.translate_all(addresses)
+    expected = [decoders.translate(int(address)) for address in addresses]
+    assert found.tolist() == [NOWHERE if place is None else place for place in expected]
+    inside = [place for place in expected if place is not None]
+    assert len(inside) > 200
+    for place in inside:
+        assert decoders.translate(decoders.host_address(place)) == place
+    assert decoders.host_address(63 * UNIT) is None
 
 
 def test_the_capability_says_how_many():

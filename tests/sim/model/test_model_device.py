@@ -175,6 +175,23 @@ def test_identity(open_port):
     assert identity["memory_latency_cycles"] == 77
 
 
+def test_options(open_port):
+    assert RawHost(open_port(), 0).register(window.OPTIONS_LINE, window.OPTIONS)["hdm_decoders"] == 0
+    port = open_port(hdm_decoders=8)
+    assert RawHost(port, 1).register(window.OPTIONS_LINE, window.OPTIONS)["hdm_decoders"] == 8
+
+
+def test_a_reset_takes_decoders_back(open_port):
+    port = open_port(hdm_decoders=2)
+    decoders = port.maintenance.decoders
+    address = np.array([window.register_address(port.config, 0, window.IDENTITY_LINE)], np.uint64)
+    decoders.dvsec = [(1 << 40, port.config.address_bytes)]
+    assert port.run([Read(address)])[0].access.tolist() == [Access.OUTSIDE]
+    assert port.run([Read(address + np.uint64(1 << 40))])[0].access.tolist() == [Access.DATA]
+    port.reset()
+    assert port.run([Read(address)])[0].access.tolist() == [Access.DATA]
+
+
 def test_counters_of_a_job(open_port):
     port = open_port()
     host = RawHost(port)

@@ -17,7 +17,8 @@ from .translate import LINE_BITS, Range, Translate, Translated
 DVSEC_RANGES = 2
 """Ranges of the CXL device's DVSEC, which decode until the decoders are enabled."""
 _LOW_BITS = hdm.DECODER["base_low"]["bits_31_28"].width
-_WORD_BITS = 9
+WORD_BITS = 9
+"""Bits of a register's offset / 4."""
 _UNITS = {"base": Word.BASE_LOW, "size": Word.SIZE_LOW, "skip": Word.SKIP_LOW}
 """What is programmed in units: the lower of its two registers, whose upper one follows."""
 
@@ -29,7 +30,7 @@ def _first_word(decoder):
 class RegisterWrite(data.Struct):
     """A write of a 32-bit register."""
 
-    word: _WORD_BITS  # its offset / 4
+    word: WORD_BITS  # its offset / 4
     data: 32
 
 
@@ -67,33 +68,39 @@ class Decoders(wiring.Component):
     ----------
     decoders : how many there are, one of `abi.hdm.COUNT_CODES`.
     capacity : the device's memory, in 256 MiB.
+    lookups : addresses that are translated in a cycle.
 
     Members
     -------
     write : In(stream(RegisterWrite)) : register writes; while a commit is checked it waits.
+    clear : In(1) : with it everything that was programmed is as after reset, locked or not; not while
+        `write` waits.
     read_word : In : a register's offset / 4.
     read_data : Out(32) : its value a cycle later.
     dvsec : In(DvsecRange) x 2.
-    i : In(stream(LINE_BITS), always_ready) : host addresses of lines.
-    o : Out(stream(Translated), always_ready) : where they lead, `latency_cycles` later.
+    i : In(stream(LINE_BITS), always_ready) x lookups : host addresses of lines.
+    o : Out(stream(Translated), always_ready) x lookups : where they lead, `latency_cycles` later.
 
-    Throughput is one address per cycle. A commit is checked in `Check.latency_cycles` + 1 cycles.
+    Throughput is one address per cycle and lookup. A commit is checked in `Check.latency_cycles` + 1 cycles.
     """
 
     latency_cycles = Translate.latency_cycles
 
-    def __init__(self, *, decoders, capacity):
+    def __init__(self, *, decoders, capacity, lookups=1):
         self.capability = hdm.capability_of(decoders)
+        if not isinstance(lookups, int) or lookups < 1:
+            raise ValueError(f"lookups must be a positive integer, not {lookups!r}")
         self.decoders = decoders
         self.capacity = capacity
         super().__init__(
             {
                 "write": In(stream.Signature(RegisterWrite)),
-                "read_word": In(_WORD_BITS),
+                "clear": In(1),
+                "read_word": In(WORD_BITS),
                 "read_data": Out(32),
                 "dvsec": In(DvsecRange).array(DVSEC_RANGES),
-                "i": In(stream.Signature(LINE_BITS, always_ready=True)),
-                "o": Out(stream.Signature(Translated, always_ready=True)),
+                "i": In(stream.Signature(LINE_BITS, always_ready=True)).array(lookups),
+                "o": Out(stream.Signature(Translated, always_ready=True)).array(lookups),
             }
         )
 
@@ -102,17 +109,22 @@ class Decoders(wiring.Component):
         decoders = [Signal(_Decoder, name=f"decoder_{n}") for n in range(self.decoders)]
         ranges = [Signal(Range, name=f"range_{n}") for n in range(self.decoders)]
         enable = Signal()
-        m.submodules.translate = translate = Translate(ranges=self.decoders + DVSEC_RANGES)
-        wiring.connect(m, wiring.flipped(self.i), translate.i)
-        wiring.connect(m, translate.o, wiring.flipped(self.o))
-        for kept, used in zip(ranges, translate.ranges, strict=False):
-            m.d.comb += used.eq(kept)
-            m.d.comb += used.active.eq(kept.active & enable)
-        self._dvsec_ranges(m, translate.ranges[self.decoders :], enable)
+        used = [Signal(Range, name=f"used_{n}") for n in range(self.decoders + DVSEC_RANGES)]
+        for n, (asked, told) in enumerate(zip(self.i, self.o, strict=True)):
+            m.submodules[f"translate_{n}"] = translate = Translate(ranges=len(used))
+            wiring.connect(m, wiring.flipped(asked), translate.i)
+            wiring.connect(m, translate.o, wiring.flipped(told))
+            m.d.comb += [theirs.eq(ours) for theirs, ours in zip(translate.ranges, used, strict=True)]
+        for kept, ours in zip(ranges, used, strict=False):
+            m.d.comb += ours.eq(kept)
+            m.d.comb += ours.active.eq(kept.active & enable)
+        self._dvsec_ranges(m, used[self.decoders :], enable)
         busy = Signal()
         starts = self._write(m, decoders, ranges, enable, busy)
         self._commit(m, decoders, ranges, starts, busy)
         self._read(m, decoders, enable)
+        with m.If(self.clear):
+            m.d.sync += [enable.eq(0), *(state.eq(0) for state in (*decoders, *ranges))]
         return m
 
     def _dvsec_ranges(self, m, ranges, enable):
