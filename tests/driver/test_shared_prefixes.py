@@ -485,14 +485,17 @@ def test_hosts_that_are_killed_leave_nothing_and_take_nothing(shared):
         kv = device.kv_cache(**SHAPE, tenant=2)
         published(kv)
         handle, _ = kv.sequence_like(TOKENS, shared=True)
+        connections = len(server._connections)
         for kill in range(int(os.environ.get("NEARKV_PROCESS_KILLS", "8"))):
             process, heard = start(hosts, server, kill % 2, seed + kill)
             assert heard.recv()[1]
             time.sleep(chance.random() * 0.05)
             os.kill(process.pid, signal.SIGKILL)
             process.join()
-            until(lambda: library.uses == 1)
-            assert library._begun == {}
+            until(lambda: len(server._connections) == connections)
+            with server._lock:  # under which a host that is gone is forgotten
+                assert library.uses == 1
+                assert library._begun == {}
             for cache in library.caches:
                 no_leak(cache)
                 assert cache.sequences == []
