@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from nearkv_hw.abi import DeviceConfig
-from nearkv_hw.abi.hdm import RANGE_WORD, RESET_WORD, UNIT_SHIFT
+from nearkv_hw.abi.hdm import DVSEC_RANGES, RANGE_WORD, RESET_WORD, UNIT_SHIFT
 
 from .cxl_io.hdm import HdmDecoders
 from .port import SimulatedPort
 
-_RANGES = 2
-"""Ranges of the DVSEC."""
 _D = TypeVar("_D", bound=HdmDecoders)
 
 
@@ -39,16 +37,6 @@ class RunningDecoders(HdmDecoders):
         self._port = port
         self._written: list[tuple[int, int]] = []
 
-    @property
-    def dvsec(self) -> Sequence[tuple[int, int]]:
-        """The ranges of the DVSEC."""
-        return self._dvsec
-
-    @dvsec.setter
-    def dvsec(self, ranges: Sequence[tuple[int, int]]) -> None:
-        self._dvsec = tuple(ranges)
-        self._send_ranges()
-
     def read(self, offset: int, size: int = 4) -> int:
         """What a host reads at an offset of the capability."""
         super().read(offset, size)  # which refuses what is no access
@@ -70,12 +58,12 @@ class RunningDecoders(HdmDecoders):
 
     def program_again(self) -> None:
         """Program a device that was started anew as it was."""
-        self._send_ranges()
+        self._ranges_changed()
         for word, value in self._written:
             self._port.write_decoder(word, value)
 
-    def _send_ranges(self) -> None:
-        ranges = [*self._dvsec, *[(0, 0)] * _RANGES][:_RANGES]
+    def _ranges_changed(self) -> None:
+        ranges = [*self._dvsec, *[(0, 0)] * DVSEC_RANGES][:DVSEC_RANGES]
         for n, (base, size) in enumerate(ranges):
             self._port.write_decoder(RANGE_WORD + 2 * n, base >> UNIT_SHIFT)
             self._port.write_decoder(RANGE_WORD + 2 * n + 1, size >> UNIT_SHIFT)

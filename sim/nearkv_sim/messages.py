@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from nearkv_hw.abi.bits import Layout
 from nearkv_hw.abi.cxl import M2S_REQ, M2S_RWD, S2M_DRS, S2M_NDR, M2SReqOp, M2SRwDOp, MetaField, S2MDrsOp
+from nearkv_hw.abi.hdm import WORD_BITS
 from nearkv_hw.abi.lines import LINE_BITS, LINE_BYTES
 
 from .host_abi import OPERATION, Kind, Status
@@ -15,8 +16,6 @@ RWD_ENABLE = M2S_RWD.width
 """Offset of the byte enables in the payload of the stream m2s_rwd."""
 RWD_DATA = RWD_ENABLE + LINE_BYTES
 DRS_DATA = S2M_DRS.width
-REGISTER_WORD_BITS = 9
-"""Bits of a register's offset / 4 at the port of the HDM decoders; the value is above them."""
 _LAYOUTS = {"Req": M2S_REQ, "Rwd": M2S_RWD, "Ndr": S2M_NDR, "Drs": S2M_DRS}
 
 
@@ -130,7 +129,7 @@ def _registers(there: bool) -> list[str]:
         "struct RegisterPort {",
         *(f"    {kind} {name};" for name, kind in members.items()),
         "};",
-        f"constexpr unsigned kRegisterWordBits = {REGISTER_WORD_BITS};",
+        f"constexpr unsigned kRegisterWordBits = {WORD_BITS};",
         "template <typename Top>",
         "std::optional<RegisterPort> register_port([[maybe_unused]] Top& top) {",
         f"    return {f'RegisterPort{{{places}}}' if there else 'std::nullopt'};",

@@ -110,6 +110,10 @@ class Word(IntEnum):
     SKIP_HIGH = 6
 
 
+DVSEC_RANGES = 2
+"""Ranges of the CXL device's DVSEC, which decode until the decoders are enabled."""
+WORD_BITS = 9
+"""Bits of a register's offset / 4 at the register port of a device."""
 RESET_WORD = 0x1F0
 """At the register port of a device, by offset / 4 and behind the capability: a write is its reset."""
 RANGE_WORD = 0x1F8

@@ -10,11 +10,12 @@ from amaranth.lib.wiring import In, Out
 from ..abi import DeviceConfig
 from ..abi.config import LinkLayer
 from ..abi.dram import PARTS, Dram
+from ..abi.hdm import WORD_BITS
 from ..abi.link import lines_per_cycle, ports, tokens
 from ..common.trees import reduce_tree
 from ..interfaces import DevLoad, FabricPort
 from .hdm.address_map import AddressMap
-from .hdm.decoders import WORD_BITS, RegisterWrite
+from .hdm.decoders import RegisterWrite
 from .merge import Merge
 from .messages import DRS, NDR, REQ, RWD
 from .pace import Pace

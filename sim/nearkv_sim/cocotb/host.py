@@ -33,11 +33,12 @@ from nearkv_hw.abi.cxl import (
     S2MDrsOp,
     S2MNdrOp,
 )
+from nearkv_hw.abi.hdm import WORD_BITS
 from nearkv_hw.abi.lines import LINE_BYTES, LINE_SHIFT
 
 from .. import wire
 from ..dram import inject
-from ..messages import DRS_DATA, REGISTER_WORD_BITS, RWD_DATA, RWD_ENABLE
+from ..messages import DRS_DATA, RWD_DATA, RWD_ENABLE
 from ..port import Access, DeviceTimeout, Fence, Operation, Poll, Read, ReadResult, Write
 from ..programs import ld_id_of
 from .streams import PERIOD_NS, StreamSink, StreamSource, cycle, cycles, random, start
@@ -277,7 +278,7 @@ class Registers:
         if not port:
             return None
         if value is not None:
-            port["write_payload"].value = word | value << REGISTER_WORD_BITS
+            port["write_payload"].value = word | value << WORD_BITS
             port["write_valid"].value = 1
             await self._ready()
             port["write_valid"].value = 0

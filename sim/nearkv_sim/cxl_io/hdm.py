@@ -97,6 +97,10 @@ class HdmDecoders:
     @dvsec.setter
     def dvsec(self, ranges: Sequence[tuple[int, int]]) -> None:
         self._dvsec = tuple(ranges)
+        self._ranges_changed()
+
+    def _ranges_changed(self) -> None:
+        """The ranges of the DVSEC were set; who has them elsewhere, too, passes them on."""
 
     @property
     def block(self) -> Block:

@@ -5,8 +5,8 @@ from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ...abi import DeviceConfig
-from ...abi.hdm import RANGE_WORD, RESET_WORD, UNIT_BITS, UNIT_SHIFT
-from .decoders import DVSEC_RANGES, WORD_BITS, Decoders, RegisterWrite
+from ...abi.hdm import DVSEC_RANGES, RANGE_WORD, RESET_WORD, UNIT_BITS, UNIT_SHIFT, WORD_BITS
+from .decoders import Decoders, RegisterWrite
 from .translate import LINE_BITS, Translated
 
 

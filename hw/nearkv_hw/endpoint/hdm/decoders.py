@@ -7,18 +7,14 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from ...abi import hdm
-from ...abi.hdm import UNIT_BITS, Word
+from ...abi.hdm import DVSEC_RANGES, UNIT_BITS, WORD_BITS, Word
 from ...common.pipeline import stage
 from ...common.trees import one_hot_select, reduce_tree
 from ...structs import layout_of
 from .commit import Check, Programmed, factors
 from .translate import LINE_BITS, Range, Translate, Translated
 
-DVSEC_RANGES = 2
-"""Ranges of the CXL device's DVSEC, which decode until the decoders are enabled."""
 _LOW_BITS = hdm.DECODER["base_low"]["bits_31_28"].width
-WORD_BITS = 9
-"""Bits of a register's offset / 4."""
 _UNITS = {"base": Word.BASE_LOW, "size": Word.SIZE_LOW, "skip": Word.SKIP_LOW}
 """What is programmed in units: the lower of its two registers, whose upper one follows."""
 
