@@ -181,7 +181,7 @@ class Sequences:
         """A new sequence whose first rows, whole pages of them, lie elsewhere. The directory does not name
         it, so that nobody who takes over takes it for whole; OutOfMemoryError as `new`."""
         slot = self._free_slot()
-        tables = self._new_tables(slot, entries=rows // self._page_rows)
+        tables = self._new_tables(slot, room=rows // self._page_rows)
         for table in tables:
             table.begin(rows, self._page_rows)
         return self._add(slot, tables)
@@ -305,13 +305,12 @@ class Sequences:
             self._double()
         return self._free[0]
 
-    def _new_tables(self, slot: int, of: Many[PageTable] | None = None, entries: int = 0) -> list[PageTable]:
-        """A slot's tables with room for so many entries, empty or with the content of others."""
+    def _new_tables(self, slot: int, of: Many[PageTable] | None = None, room: int = 0) -> list[PageTable]:
+        """A slot's tables with room for so many entries at least, empty or with the content of others."""
         tables: list[PageTable] = []
-        wanted = entries
         try:
             for layer in range(self._layers):
-                entries = max(_FIRST_ENTRIES, wanted, 0 if of is None else of[layer].pages)
+                entries = max(_FIRST_ENTRIES, room, 0 if of is None else of[layer].pages)
                 address = self._tenant.arena.take(table_bytes(self._kv_heads, entries))
                 if of is None:
                     place = {"layer": layer, "sequence": slot, "cache": self._record}

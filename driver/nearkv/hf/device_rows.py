@@ -156,10 +156,14 @@ class DeviceRows(RowStore):
         return found
 
     def _slide(self, layer: int) -> None:
-        """Give back the pages that the layer's window has left, but for what `crop` may bring back."""
+        """Give back what the layer's window has left, unless all stays until the next crop."""
         if layer in self._windows and not self.recording:
-            for sequence in self.sequences:
-                self.cache.slide(sequence, self._windows[layer] + self._crop_rows, layer=layer)
+            self._give_back(layer)
+
+    def _give_back(self, layer: int) -> None:
+        """The pages that the layer's window has left, but for what `crop` may bring back."""
+        for sequence in self.sequences:
+            self.cache.slide(sequence, self._windows[layer] + self._crop_rows, layer=layer)
 
     def _appended(self, layer: int, q: Tensor, options: dict[str, Any]) -> Tensor | None:
         """Rows and their attention in one program; None where the device cannot, and rows alone are in."""
@@ -256,10 +260,8 @@ class DeviceRows(RowStore):
         for sequence in self.sequences:
             if rows < max(self.cache.length(sequence, layer) for layer in range(self.shape.layers)):
                 self.cache.crop(sequence, rows)
-        recording, self.recording = self.recording, False
         for layer in self._windows:
-            self._slide(layer)
-        self.recording = recording
+            self._give_back(layer)
 
     def select(self, indices: Many[int]) -> None:
         """See `RowStore.select`."""

@@ -58,9 +58,9 @@ class SharedPrefix:
         return dict(zip(_NAMED, (self.address, self.generation, self.rows, self.cache), strict=True))
 
     @classmethod
-    def of(cls, answer: dict[str, Any]) -> SharedPrefix:
-        """The handle that an answer names."""
-        return cls(*(answer[name] for name in _NAMED))
+    def of(cls, message: dict[str, Any]) -> SharedPrefix:
+        """The handle that a message names."""
+        return cls(*(message[name] for name in _NAMED))
 
 
 class SharedRows:

@@ -15,6 +15,7 @@ from nearkv_sim.port import Port
 from nearkv.errors import ArgumentError, NearkvError, OutOfMemoryError, StalePrefixError
 from nearkv.prefixes import Prefix
 
+from .client import SharedPrefix
 from .messages import (
     Array,
     failure,
@@ -244,8 +245,9 @@ class Library:
         return self._begun[host, number]
 
     def _prefix_of(self, request: dict[str, Any]) -> tuple[Prefix, bytes]:
-        prefix = Prefix(int(request["address"]), int(request["generation"]), int(request["prefix_rows"]))
-        return prefix, bytes.fromhex(request["cache"])
+        named = SharedPrefix.of(request)
+        prefix = Prefix(int(named.address), int(named.generation), int(named.rows))
+        return prefix, bytes.fromhex(named.cache)
 
     def _used(self, host: int, request: dict[str, Any]) -> tuple[Prefix, bytes]:
         """A prefix that a host uses.
@@ -275,12 +277,7 @@ def _key(request: dict[str, Any], tables: Many[Array]) -> bytes:
 
 
 def _named(prefix: Prefix, key: bytes) -> dict[str, Any]:
-    return {
-        "address": prefix.address,
-        "generation": prefix.generation,
-        "prefix_rows": prefix.rows,
-        "cache": key.hex(),
-    }
+    return SharedPrefix(prefix.address, prefix.generation, prefix.rows, key.hex()).fields
 
 
 def _stale(prefix: Prefix) -> StalePrefixError:
